@@ -3,6 +3,7 @@
     python benchmarks/choosing.py            # times all codecs here, then writes the page
     python benchmarks/choosing.py --new      # times those that results/choosing.json lacks
     python benchmarks/choosing.py --report   # writes the page from results/choosing.json
+    python benchmarks/choosing.py --example  # runs the worked example, then as --report
 
 Quality is that of results/convergence.json and results/language_model; steps are forecasts of
 ``horovod_fftcomp.tools.advise.cost_model``, from codecs timed on this machine's CPU.
@@ -13,6 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +37,9 @@ from horovod_fftcomp.tools.advise.cost_model import Compute, Message, Transfer, 
 
 HERE = Path(__file__).resolve().parent
 RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choosing.md"
+# A model of 100 M parameters on four nodes; each command and what it printed.
+EXAMPLE = HERE / "results" / "choosing_example.json"
+COMMAND = "horovod-fftcomp advise --parameters 100M --gbit-per-s {} --ranks 4"
 SAME, NEAR = (0.5, 0.02), (1.2, 0.15)  # points of accuracy on resnet, share of charlm's loss
 ADAM_SAME, ADAM_NEAR = 0.005, 0.05  # share of the GPT's loss under Adam
 SHARDED = "dither(ratio={}, exchange=sharded)"
@@ -371,6 +379,7 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         "`horovod-fftcomp advise train.py` measures them ([docs/advise.md](advise.md)).",
         "",
     ]
+    lines += example(json.loads(EXAMPLE.read_text(encoding="utf-8")))
     for title, limit in (
         ("as good as uncompressed", ADAM_SAME),
         ("up to 5 % more loss", ADAM_NEAR),
@@ -422,6 +431,41 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
     return "\n".join(lines)
 
 
+def run_example() -> dict[str, str]:
+    """Return the commands of the worked example with their outputs; of a refused one the last."""
+    found = json.loads(EXAMPLE.read_text(encoding="utf-8")) if EXAMPLE.exists() else {}
+    for command in map(COMMAND.format, (1, 10)):
+        arguments = [sys.executable, "-m", "horovod_fftcomp", *shlex.split(command)[1:]]
+        environment = os.environ | {"COLUMNS": "120"}
+        done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"{command} ended with status {done.returncode}:\n{done.stdout}")
+        else:
+            found[command] = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    return found
+
+
+def example(found: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of the worked example."""
+    yield from (
+        "## A worked example",
+        "",
+        "A model of 100 M parameters on four nodes, one rank each: how much faster would a step "
+        "be? Nothing of it has to exist: `--parameters` gives matrices of that size, and a step "
+        "takes as long in proportion as that of the model above, 318 ms; `--compute-ms` takes "
+        "yours, and `advise train.py` measures it. Codecs are timed on the cores of this machine, "
+        "here two, in a minute or two.",
+        "",
+    )
+    for command, output in found.items():
+        yield from ("```text", f"$ {command}", output, "```", "")
+    yield from (
+        "Faster recipes may be in the table: of those whose ranges overlap that of the fastest the "
+        "one is recommended that cost the least loss. For slower links give `--gbit-per-s 1`.",
+        "",
+    )
+
+
 def pages_of(
     options: Mapping[Model, Mapping[str, advice.Option]], allowed: set[str]
 ) -> Iterator[str]:
@@ -437,8 +481,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--new", action="store_true", help="measure only recipes without a result")
+    parser.add_argument("--example", action="store_true", help="run the commands of the example")
     args = parser.parse_args()
-    if not args.report:
+    if args.example:
+        EXAMPLE.write_text(json.dumps(run_example(), indent=1) + "\n", encoding="utf-8")
+    elif not args.report:
         known = json.loads(RESULT.read_text(encoding="utf-8"))["models"] if args.new else {}
         RESULT.write_text(json.dumps(measure(known), indent=1) + "\n", encoding="utf-8")
     result = json.loads(RESULT.read_text(encoding="utf-8"))

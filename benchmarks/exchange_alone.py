@@ -51,7 +51,7 @@ def exchange(recipe: str, rank: int, world_size: int) -> list[list[float]]:
     from horovod_fftcomp.torch.rounds import HorovodRound
 
     [choice] = recipe_choices(recipe)
-    policy = make_policy(choice.name, warmup_steps=0, **choice.options)
+    policy = make_policy(choice.name, **{"warmup_steps": 0, **choice.options})
     engine = Engine([Bucket([Tensor("gradient", (N,))], policy)], rank, world_size)
 
     def carry_out(round_: Round, name: str) -> Any:

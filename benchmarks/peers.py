@@ -63,7 +63,7 @@ def topk_density(choices: Sequence[RecipeChoice]) -> float:
     """Return the density of torch.topk: that of the first ``topk`` among the recipes."""
     options = next((choice.options for choice in choices if choice.name == "topk"), {})
     default = RECIPES["topk"].options["density"]
-    return float(options.get("density", default))  # type: ignore[arg-type]
+    return float(options.get("density", default))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -21,9 +21,10 @@ from rich.text import Text
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from horovod_fftcomp import RECIPES, get_scheme
+from horovod_fftcomp import RECIPES
 from horovod_fftcomp.cli.arguments import COMPRESSIONS, recipe_choices
 from horovod_fftcomp.cli.console import Table, in_lines, make_console
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.tools.advise import cost_model
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
@@ -177,7 +178,7 @@ def forecast_ms(run: Run, compute_ms: float, gbit_per_s: float, cycle_s: float) 
 
     ``cycle_s``: time that the launcher's own cycle adds to a collective.
     """
-    rounds = get_scheme(run.recipe.partition("(")[0], **run.options).rounds
+    rounds = make_policy(run.recipe.partition("(")[0], **run.options).after_warmup.rounds
     nbytes = round(run.sent_nbytes_per_step / len(rounds))
     messages = tuple(cost_model.Message(collective, nbytes) for collective in rounds)
     encode_s, decode_s = run.ms_per_step["encode"] / 1e3, run.ms_per_step["decode"] / 1e3

@@ -31,7 +31,7 @@ def arrays_of(step: int, numel: int) -> dict[str, np.ndarray]:
 
 def run(choice: RecipeChoice, args: argparse.Namespace) -> tuple[float, float, float]:
     """Return (relative error of the sum over all steps, bytes a step, ms a step)."""
-    reducer = Reducer(choice.name, warmup_steps=0, **choice.options)
+    reducer = Reducer(choice.name, **{"warmup_steps": 0, **choice.options})
     total, exact, seconds = 0.0, 0.0, []
     for step in range(args.steps):
         arrays = arrays_of(step, args.numel)

@@ -43,8 +43,8 @@ BUDGETS = {
     "methods": Budget(METHODS, METHODS, "what methods do alike"),
     "adapters": Budget(1_900, 4_335, "what PyTorch's and TensorFlow's steps do alike"),
     "torch_distributed": Budget(700, 1_312, "what the drivers of DDP and of FSDP2 do alike"),
-    "integrations": Budget(250, 168, "nothing"),
-    "tools": Budget(2_700, 3_746, "not decided yet"),
+    "integrations": Budget(250, 166, "nothing"),
+    "tools": Budget(2_700, 3_728, "not decided yet"),
     "CUDA": Budget(2_800, 2_778, "not decided yet"),
 }
 

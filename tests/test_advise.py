@@ -164,6 +164,18 @@ def test_more_ranks(advise, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_that_compress_are_forecast_of_a_recipe_with_dense_ones(advise):
+    """The 73rd step is the one that is timed."""
+    text = "topk(warmup_steps=100, dense_every=73, dense_by=qsgd(levels=4))"
+    printed, found = advise(*SLOW, "--compression", f"topk,{text}")
+    _, plain, dense = found["recipes"]
+    assert plain["sent_nbytes"] == dense["sent_nbytes"] < DENSE_NBYTES / 20
+    assert plain["relative_error"] == dense["relative_error"]
+    settings = {"warmup_steps": 100, "dense_every": 73, "dense_by": "qsgd(levels=4)"}
+    assert dense["options"] == settings
+    assert "topk(warmup_steps=100," in printed
+
+
 def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
     network = (*SLOW, "--gbit-per-s", 0.0001)  # beside which no interruption of a codec counts
     compared = ("--compression", "fft,fft:exchange=gather")
@@ -181,6 +193,7 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((), "give a script, --gradients PATH, or --gbit-per-s X"),
         (("gone.py",), "no script 'gone.py'"),
         ((*given, "train.py"), "either a script or --gradients"),
+        ((*given, "--parameters", "1M"), "--parameters is the size of a usual model, without"),
         (("--gradients", file), "needs --compute-ms"),
         ((*given, "--latency-us", 5), "need --gbit-per-s"),
         ((*given, "--gbit-per-s", 1), "needs --ranks"),
@@ -190,6 +203,7 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((*given, "--nodes", "8..2"), "not a range of ranks"),
         ((*given, "--compression", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
+        ((*given, "--compression", "topk:ranks_per_node=2"), "ranks_per_node is not forecast"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
         ((*given, "--launcher", "false"), "network could not be measured"),
     ):
@@ -216,13 +230,36 @@ def test_horovods_cycle_is_the_environments(advise, capsys, monkeypatch):
 def test_a_given_network_is_enough(capsys, monkeypatch, no_launcher, quiet):
     """Of a usual model, on no rank."""
     monkeypatch.setattr(launcher, "launch", None)
-    monkeypatch.setattr(advise_command, "_USUAL_MODEL", TENSORS)
     monkeypatch.setenv("COLUMNS", "200")
     given = ["--gbit-per-s", "0.0001", "--latency-us", "20", "--ranks", "8"]
     main(["advise", "--compression", "topk", "--repeat", "1", *given])
     printed = capsys.readouterr().out
     assert "Forecast of a step on 8 ranks; computing takes 20.0 ms of it" in printed
     assert "topk is expected to make a step" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "compute_ms"),
+    [
+        ((), [1024] * 6, 20), (("--parameters", "2.5M"), [1024, 1024, 393], 7.9),
+        (("--parameters", "100"), [1], 0), (("--parameters", "1M", "--compute-ms", "9"), [976], 9),
+    ],
+)  # fmt: skip
+def test_a_usual_model_has_the_parameters_that_are_given(
+    given, sizes, compute_ms, capsys, monkeypatch, no_launcher, quiet
+):
+    """Of equal layers one is timed."""
+    timed, known = [], advice._measured
+    monkeypatch.setattr(advice, "_measured", lambda *how: timed.append(how[0]) or known(*how))
+    monkeypatch.setenv("COLUMNS", "200")
+    network = ["--gbit-per-s", "1", "--ranks", "2", "--repeat", "1"]
+    main(["advise", "--compression", "topk", *network, *given])
+    printed = capsys.readouterr().out
+    assert f"computing takes {compute_ms:.1f} ms of it" in printed
+    [none] = re.findall(r"^none .* ([\d.]+) +1.0 +0 *$", printed, re.M)
+    assert float(none) == pytest.approx(4e-6 * 1024 * sum(sizes), abs=1e-3)
+    shapes = [bucket.tensors[0].shape for bucket in timed]
+    assert shapes == [(rows, 1024) for rows in dict.fromkeys(sizes)] * 3  # topk twice
 
 
 def test_the_network_decides(advise):
@@ -733,6 +770,8 @@ def test_measurements_that_contradict_each_other_are_refused(
     planted, told, monkeypatch, tmp_path, capsys, no_launcher, quiet
 ):
     monkeypatch.setenv("COLUMNS", "1000")
+    torchruns = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(torchruns))
     plant(monkeypatch, **planted)
     path, script = tmp_path / "advice.json", tmp_path / "train.py"
     script.touch()
@@ -756,6 +795,8 @@ def test_measurements_that_contradict_each_other_are_refused(
         assert told in printed
         assert len(found["doubts"]) >= 1
         assert told[1:] in found["advice"]["why"]
+        assert told[1:] in json.loads(torchruns.read_text())["message"]["message"]
+    assert torchruns.exists() == bool(told)
 
 
 def test_a_codec_whose_two_measurements_differ_is_refused():
@@ -775,6 +816,24 @@ def test_other_processes_are_told_from_ranks():
     looks = np.array([*ours, *theirs], np.int64)
     assert load_of_others.share_of_others(looks[:3]) == 0
     assert load_of_others.share_of_others(looks) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("rank", "busy", "told"), [(0, 9, 1), (0, 1, 0), (1, 9, 0)])
+def test_load_is_told_before_anything_is_measured(rank, busy, told, monkeypatch, capsys):
+    """By the first rank, so that one need not wait to learn that nothing is recommended."""
+    errors, looked = [], []
+    jobs = argparse.Namespace(rank=rank)
+    monkeypatch.setattr(advise_command, "Jobs", lambda _: jobs)
+    monkeypatch.setattr(advise_command, "_findings", lambda *_: errors.append(capsys.readouterr()))
+    look = np.array([1, 10**9, busy * 10**8, 0])
+    monkeypatch.setattr(load_of_others, "look", lambda: looked.append(rank) or look)
+    main(["advise", "--gbit-per-s", "1", "--ranks", "2"])
+    [printed] = errors
+    assert looked == [rank]  # other ranks sleep as well, so that they are no load
+    assert printed.out == ""
+    assert printed.err.count("\n") == told
+    assert printed.err.startswith("advise: other processes used 90 % of the cores before") == told
+    assert printed.err.endswith("; else it will recommend nothing\n") == told
 
 
 def test_a_busy_process_is_seen(monkeypatch):
@@ -819,7 +878,9 @@ def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
         findings = Findings(measured, 4, found, best, times, {}, 0.0, [], "", False, None)
         print_report(findings, None)
         printed = capsys.readouterr().out
-        assert ("summing: 0.05 Gbit/s" in printed) == mentioned
+        printed = " ".join(printed.split())
+        told = "summing: 0.0486 Gbit/s received by a rank (247 ms for an allreduce of 1 MB)"
+        assert (told in printed) == mentioned
         assert ("summing: too fast to measure with 1 MB" in printed) != mentioned
         assert "gathering: too fast to measure with 1 MB" in printed
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import pytest
@@ -14,6 +15,7 @@ from numba.core import caching
 
 from horovod_fftcomp.kernels.cpu import jit, sparse
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import hashlib
 import numpy as np
@@ -94,6 +96,43 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     with ThreadPoolExecutor(2) as threads:
         printed = [*threads.map(run, range(2)), run(2)]
     assert len(set(printed)) == 1
+
+
+TRAINING = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from horovod_fftcomp.torch_distributed import compress
+dist.init_process_group("gloo")
+for recipe in ("dither", "topk", "fft", "fp16"):
+    layers = torch.nn.Linear(64, 64), torch.nn.Linear(64, 512), torch.nn.Linear(512, 1024)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    compression, optimizer = compress(model, recipe), torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(110):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parallel
+def test_check_compiles_all_that_usual_trainings_need(tmp_path, no_launcher):
+    """In the image of a container, say; of small tensors and of large ones."""
+    pytest.importorskip("torch")
+    path, cache = tmp_path / "train.py", tmp_path / "cache"
+    path.write_text(TRAINING)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    compiled = []
+    for command in (["-m", "horovod_fftcomp", "check"], [*torchrun, str(path)]):
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        compiled.append({path.name for path in cache.rglob("*.nbc")})
+    assert len(compiled[0]) > 20
+    assert compiled[0] == compiled[1]
 
 
 ORTHONORMAL = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -63,8 +64,10 @@ def test_without_a_launcher_horovod_is_not_imported():
     assert "loaded: []" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_failure_is_the_exit_status(only, capsys, monkeypatch):
+def test_a_failure_is_the_exit_status(only, capsys, monkeypatch, tmp_path):
     only()
+    path = tmp_path / "error.json"  # from which torchrun's report tells the reason
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     bad = Finding("kernels", Level.FAIL, "wrong bytes", "another processor")
     monkeypatch.setattr(kernels, "findings", lambda: iter([bad]))
     with pytest.raises(SystemExit) as caught:
@@ -74,6 +77,8 @@ def test_a_failure_is_the_exit_status(only, capsys, monkeypatch):
     assert "FAIL" in printed
     assert "another processor" in printed
     assert "\n1 failed, " in printed
+    told = json.loads(path.read_text())["message"]["message"]
+    assert "horovod-fftcomp check ends with status 1: failed: kernels; see the table" in told
 
 
 def test_other_ranks_than_the_first_print_their_failures_alone(only, capsys, monkeypatch):
@@ -326,9 +331,9 @@ def test_a_process_that_mpi_ends_without_a_launcher_is_a_warning(answers, monkey
     (tmp_path / "lib" / "libmpi.so.40").touch()
     remedy = answers(horovod=BUILT, one=aborts)["one process"].remedy
     assert remedy.startswith(f"export OPAL_PREFIX={tmp_path}, or make install")
-    monkeypatch.setattr(frameworks, "_INITIALIZE_TIMEOUT_S", 1)
+    monkeypatch.setattr(frameworks, "_TIMEOUT_S", 4)
     found = answers(horovod=BUILT, one="import time; time.sleep(600)")["one process"]
-    assert found.found.endswith("hvd.init() did not end in 1 s")
+    assert found.found.endswith("hvd.init() did not end in 4 s")
 
 
 def test_one_process_is_tried_without_a_launcher_alone(answers, monkeypatch):

@@ -21,7 +21,8 @@ def test_a_sound_job_is_told_once(controller):
     for found in (
         "the same bits on all ranks",
         "ms for an allreduce of one number",
-        "Gbit/s received by a rank",
+        "ms for an allgather of 16.8 MB from each)",
+        "Gbit/s received by a rank (",
         "none has failed",
         "0 failed, ",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def test_without_arguments_the_help_is_printed(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("usage: horovod-fftcomp")
     assert all(name in printed for name in ("recipes", "advise", "bench", "check", "run"))
+
+
+def test_torchruns_report_tells_the_reason_of_a_status(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "error.json"
+    for folder in (tmp_path / "gone", tmp_path):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        with pytest.raises(SystemExit):
+            main(["recipes", "-n", "0"])
+    assert json.loads(path.read_text())["message"]["message"] == (
+        "none, as nothing has crashed: horovod-fftcomp recipes ends with status 2: argument "
+        "-n/--numel: must be a whole number of at least 1, got 0"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["recipes", "-n", "0"]])

@@ -16,6 +16,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     Transfer,
     fitted_network,
     given_network,
+    speed,
     step_time,
 )
 
@@ -211,3 +212,17 @@ def test_the_parts_of_a_step_add_up_and_more_of_anything_takes_longer(spare_core
         step_time(compute, long_decoding, NETWORK, 4),
     ]
     assert min(found.total_s for found in worse) > base.total_s
+
+
+@pytest.mark.parametrize(
+    ("collective", "told"),
+    [
+        ("allgather", "1.2 Gbit/s received by a rank (20 ms for an allgather of 1 MB from each)"),
+        ("allreduce", "0.6 Gbit/s received by a rank (20 ms for an allreduce of 1 MB)"),
+    ],
+)
+def test_a_bandwidth_is_what_a_rank_receives(collective, told):
+    """In a ring of four ranks; the network that was given is found again."""
+    assert speed(collective, 10**6, 4, 0.02) == told
+    seconds = given_network(1.0, 0.0, 0.0).seconds(Message(collective, 10**6), 4)
+    assert speed(collective, 10**6, 4, seconds).startswith("1 Gbit/s")

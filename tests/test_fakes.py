@@ -360,6 +360,32 @@ def test_the_summary_tells_of_the_warm_up_until_it_is_over():
     assert [line == told for line in found[0]] == [True, True, False, False]
 
 
+def test_the_ratio_is_that_of_the_steps_after_the_warm_up():
+    """In it that of its last step."""
+    found = []
+
+    def work(rank):
+        model = make_model()
+        compression = Compression.topk(model, density=0.1, warmup_steps=3)
+        optimizer, own = distributed(model, compression), []
+        for _ in range(7):
+            train(model, optimizer, 1)
+            stats = compression.stats()
+            own.append([stats[f"{n}_nbytes"] for n in ("dense", "sent")])
+            own[-1] += [stats["ratio"], stats["ratio_with_warmup"]]
+        found.append(own)
+
+    fakes.run(2, work)
+    for step, (dense, sent, ratio, of_all) in enumerate(found[0], 1):
+        assert of_all == dense / sent
+        if step <= 3:
+            assert 0.9 < ratio <= 1
+        else:
+            assert of_all < ratio
+            dense_3, sent_3, *_ = found[0][2]
+            assert ratio == (dense - dense_3) / (sent - sent_3) > 3
+
+
 def test_the_summary_ends_with_what_is_compressed_and_all():
     found = []
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+from horovod_fftcomp.torch_distributed import AdamW
 from tests.test_torch_distributed import torchrun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
@@ -24,6 +27,9 @@ SCRIPTS = {
     "accelerate_ema": ("accelerate", ["12"]),
     "lightning_fit": ("lightning", ["6", "6"]),
 }
+
+# Of trainings too short for "residual_ratio", which is first measured in step 53.
+SCALARS = {"ratio", "encode_ms", "wait_ms", "relative_error"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -68,7 +74,7 @@ def test_the_trainers_callback_continues_to_the_bit(tmp_path):
         loss, ratio = re.search(r"^loss ([\d.]+), ([\d.]+) times fewer", done.stdout, re.M).groups()
         assert float(loss) < 5  # log 256, about 5.5, by chance
         assert float(ratio) > 20
-        assert "compression/ratio" in done.stdout
+        assert set(re.findall(r"compression/(\w+)", done.stdout)) == SCALARS
         if folder is whole:
             shutil.copytree(whole / "checkpoint-20", second / "checkpoint-20")
     ends = [folder / "checkpoint-40" for folder in (whole, second)]
@@ -80,6 +86,60 @@ def test_the_trainers_callback_continues_to_the_bit(tmp_path):
         a, b = one["state"]["residual"], other["state"]["residual"]
         assert a.keys() == b.keys() != set()
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def trainer(tmp_path, monkeypatch, no_launcher):
+    """Return a function that makes a trainer in one process, with a callback that compresses."""
+    transformers = pytest.importorskip("transformers")
+    huggingface = importlib.import_module("horovod_fftcomp.integrations.huggingface")
+
+    class Model(torch.nn.Linear):
+        def forward(self, x, labels=None):
+            return {"loss": super().forward(x).square().mean()}
+
+    def make(**options):
+        rows = [{"x": torch.ones(4), "labels": torch.ones(1)}] * 8
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_steps": 1}
+        arguments = transformers.TrainingArguments(str(tmp_path), **{**quiet, **options})
+        model = Model(4, 1)
+        optimizer = AdamW(model.parameters(), lr=0.01, max_norm=1.0)
+        made = transformers.Trainer(
+            model, arguments, train_dataset=rows, optimizers=(optimizer, None)
+        )
+        huggingface.compress(made)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_the_trainers_clipping_before_an_optimizer_that_clips_is_warned_of(trainer, max_grad_norm):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(max_steps=1, max_grad_norm=max_grad_norm).train()
+    told = [
+        each for each in caught if "the trainer clips to max_grad_norm=1.0" in str(each.message)
+    ]
+    assert len(told) == bool(max_grad_norm)
+    for each in told:
+        assert "before AdamW takes second moments" in str(each.message)
+        assert each.filename == __file__
+
+
+def test_residuals_that_one_process_loses_are_warned_of(trainer, tmp_path):
+    trainer(max_steps=1, max_grad_norm=0).train()
+    for residuals in (False, True):
+        if residuals:
+            (tmp_path / "checkpoint-1" / "gradient_compression.pt").touch()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(max_steps=2, max_grad_norm=0).train(
+                resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+            )
+        told = [str(each.message) for each in caught if each.filename == __file__]
+        lost = "with one process nothing is compressed: the residuals of the checkpoint are lost"
+        assert any(text.startswith(lost) for text in told) == residuals
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
@@ -98,7 +158,8 @@ def test_the_lightning_example_continues_from_its_checkpoint(tmp_path, monkeypat
         assert float(ratio) > 25
         written.append(path)
         [metrics] = tmp_path.glob(f"lightning_logs/version_{len(written) - 1}/metrics.csv")
-        assert "compression/ratio" in metrics.read_text("utf-8").splitlines()[0]
+        heads = metrics.read_text("utf-8").splitlines()[0]
+        assert set(re.findall(r"compression/(\w+)", heads)) == SCALARS
         saved = torch.load(path, weights_only=True)["callbacks"]["CompressGradients"]
         assert [rank["step"] for rank in saved["ranks"]] == [22 * epochs] * 2
 

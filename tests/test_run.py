@@ -20,6 +20,7 @@ import pytest
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.cli.run_report import print_comparison
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.engine.recipe_text import parse_recipe, parse_recipes
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.tools import environment
@@ -81,6 +82,64 @@ def test_recipes_are_read(text, expected):
     for choice in found:
         assert parse_recipe(choice.text) == choice
         assert not set(choice.text) & set("() ")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("fft(warmup_steps=0, bits=8)", {"warmup_steps": 0, "bits": 8}),
+        ("fft:ranks_per_node=auto", {"ranks_per_node": "auto"}),
+        ("fft:dense_every=10,dense_by=none", {"dense_every": 10, "dense_by": "none"}),
+        ("dither(ratio=160, momentum=0.9, dense_every=50, dense_by=dither(ratio=40, bucket=128))",
+         {"ratio": 160.0, "momentum": 0.9, "dense_every": 50,
+          "dense_by": "dither(ratio=40, bucket=128)"}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_training_stand_among_a_recipes_options(text, settings):
+    choice, none = parse_recipes(f"{text},none")
+    assert choice.options == settings
+    assert none.name == "none"
+    for written in (choice.text, choice.label):
+        assert parse_recipe(written) == choice
+    policy = make_policy(choice.name, **choice.options)
+    for name in ("warmup_steps", "ranks_per_node", "dense_every"):
+        if name in settings:
+            assert getattr(policy, name) == settings[name]
+
+
+def test_settings_of_a_recipe_win_over_those_for_all(script, monkeypatch):
+    """Those of the command, and no warm-up in jobs of a few steps."""
+    given = []
+    monkeypatch.setattr(run, "install", lambda *which: given.append(which[:2]))
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
+    for recipe in ("fft(warmup_steps=7, ranks_per_node=2)", "fft"):
+        with pytest.raises(SystemExit):
+            main(["run", "--warmup-steps", "3", "--compression", recipe, str(script)])
+    assert given == [
+        ("fft", {"warmup_steps": 7, "ranks_per_node": 2}), ("fft", {"warmup_steps": 3}),
+    ]  # fmt: skip
+    assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fft:warmup_steps=some", "warmup_steps must be a whole number, got 'some'"),
+        ("fft:warmup_steps=-1", "warmup_steps must be a whole number from 0 up, got -1"),
+        (
+            "fft:dense_every=1",
+            "dense_every must be 0, for no dense steps, or a whole number from 2",
+        ),
+        ("fft:dense_every=9,dense_by=topk", "dense_by must be a recipe that sends all elements"),
+        ("fft:dense_every=9,dense_by=bf16(warmup_steps=3)", "has no option warmup_steps"),
+        ("dgc:dense_every=9", "no steps between are dense. Give dense_every=0"),
+        ("fft:warmup=3", "has no option warmup"),
+        ("fft:warmup=3", "and the settings warmup_steps, ranks_per_node, dense_every, dense_by"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_a_job_starts(text, message, script, capsys):
+    for option in ("--compression", "--compare"):
+        assert message in refusal(capsys, option, text, script)
 
 
 @pytest.mark.parametrize("text", ["", ":", "fft:", "fft:density", "density=1,fft:bits=8", "fft::"])
@@ -395,6 +454,17 @@ def test_the_dense_steps_of_the_start_do_not_count():
     assert (found["steps"], found["sent_nbytes"]) == (12, 10)
     assert len(found["blocks_s"]) == 1
     assert found["blocks_s"][0] == found["step_s"] < 0.1
+
+
+def test_a_single_step_after_the_dense_ones_counts_alone():
+    report, steps = StepReport(), Steps()
+    steps.warmup_steps = 4
+    report.watch(steps)
+    for nbytes, seconds in ((1000, 0.1),) * 4 + ((10, 0.002),):
+        steps.step(nbytes, seconds)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"], found["dense_nbytes"]) == (5, 10, 100)
+    assert found["step_s"] < 0.1
 
 
 @pytest.mark.parametrize(

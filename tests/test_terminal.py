@@ -186,6 +186,18 @@ def test_no_line_is_too_long_and_no_cell_is_cut(in_a_terminal, width):
     assert not any("…" in line for line in lines)
 
 
+@pytest.mark.parametrize("width", [40, 64, 200])
+def test_a_path_that_is_too_long_for_a_line_is_broken(width, monkeypatch, capsys):
+    path = "/" + "/".join(f"folder-{n}" for n in range(10, 20))
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = Report(None)
+    report.add(Finding("kernel cache", Level.OK, path))
+    report.print()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    assert path in "".join(line[14:].removeprefix("   OK").strip() for line in lines[2:])
+
+
 def test_commands_to_paste_can_be_pasted(in_a_terminal):
     lines, _ = in_a_terminal[60]
     text = "\n".join(line.rstrip() for line in lines).split("editing the script:\n")[1]

@@ -240,7 +240,8 @@ def test_the_job_is_checked_under_torchrun():
         "2 ranks over Gloo, 2 on this machine",
         "the same bits on all ranks",
         "ms for an allreduce of one number",
-        "Gbit/s received by a rank",
+        "ms for an allgather of 16.8 MB from each)",
+        "Gbit/s received by a rank (",
         "none has failed",
         "0 failed, ",
     ):
@@ -365,6 +366,91 @@ def test_a_recipe_is_advised_without_horovod(
     assert run.stdout.count("The script's step without compression took") == 1
     assert run.stdout.count("Other processes used") >= 1
     assert "ran to its end" not in run.stdout
+
+
+# Starts tasks here with the variables that Slurm gives those of a step; ``-n`` counts.
+SRUN = """#!{python}
+import os, subprocess, sys
+command, n = sys.argv[1:], 1
+while command[0].startswith("-"):
+    if command.pop(0) == "-n":
+        n = int(command.pop(0))
+step = str(int(os.environ.get("SLURM_STEP_ID", -1)) + 1)
+all_tasks = dict.fromkeys("NTASKS NPROCS STEP_NUM_TASKS TASKS_PER_NODE".split(), str(n))
+job = {{"JOB_ID": "7", "STEP_ID": step, "STEPID": step, "NNODES": "1", "NODEID": "0"}}
+job |= {{"STEP_TASKS_PER_NODE": f"{{n}}(x1)", "NODELIST": "here", "STEP_NODELIST": "here"}}
+tasks = []
+for rank in map(str, range(n)):
+    own = {{"PROCID": rank, "LOCALID": rank, "GTIDS": rank}}
+    own = {{f"SLURM_{{name}}": value for name, value in (all_tasks | job | own).items()}}
+    tasks.append(subprocess.Popen(command, env=os.environ | own))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+@pytest.fixture
+def srun(tmp_path, monkeypatch, no_launcher, no_horovod):
+    """Return a function that runs a command of ours on two ranks by a stand-in for ``srun``."""
+    path = tmp_path / "bin" / "srun"
+    path.parent.mkdir()
+    path.write_text(SRUN.format(python=sys.executable))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(path.parent), os.environ["PATH"]]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def start(*command):
+        ours = ["srun", "-n", "2", sys.executable, "-m", "horovod_fftcomp", *map(str, command)]
+        return subprocess.run(ours, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    return start
+
+
+@pytest.fixture
+def for_slurm(unedited):
+    """Return a script that takes its rank from Slurm."""
+    ranks = "{'RANK': os.environ['SLURM_PROCID'], 'WORLD_SIZE': os.environ['SLURM_NTASKS']}"
+    unedited.write_text(f"import os\nos.environ |= {ranks}\n{UNEDITED}")
+    return unedited
+
+
+def test_the_first_task_of_srun_advises_by_further_steps(srun, for_slurm, tmp_path):
+    path = tmp_path / "advice.json"
+    run = srun("advise", "--compression", "topk", "--steps", 8, "--json", path, for_slurm)
+    assert path.exists(), run.stdout[-4000:] + run.stderr[-4000:]
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 2
+    assert min(found["measured_step_s"].values()) > 0
+    assert {each[0] for each in found["probe"]} == {"allreduce", "allgather"}
+    assert run.stdout.count("The script's step without compression took") == 1
+
+
+def test_a_job_of_srun_is_checked_without_horovod(srun):
+    run = srun("check", "--timeout", 150)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    joined = " ".join(run.stdout.split())
+    for found in ("2 ranks over Gloo, 2 on this machine", "none has failed", "0 failed, "):
+        assert found in joined, joined
+
+
+def test_a_script_runs_with_compression_under_srun(srun, for_slurm):
+    run = srun("run", "--compression", "topk(warmup_steps=0)", for_slurm)
+    assert run.returncode == 0, run.stderr[-4000:]
+    [report] = re.findall(r"horovod-fftcomp run: .*", run.stderr)
+    assert "topk(warmup_steps=0): 8 steps on 2 ranks" in report
+
+
+def test_the_report_of_torchrun_ends_with_the_reason():
+    run = torchrun("-m", "horovod_fftcomp", "advise", "--gbit-per-s", 1)
+    assert run.returncode
+    *_, last, line = run.stderr.splitlines()
+    assert set(line) == {"="}
+    assert last.startswith(
+        "  traceback : none, as nothing has crashed: horovod-fftcomp advise ends"
+    )
+    assert last.endswith("with status 2: --gbit-per-s needs --ranks P, at least 2")
 
 
 @pytest.mark.slow

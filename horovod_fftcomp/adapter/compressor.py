@@ -156,8 +156,9 @@ class Compressor:
         """Return this rank's statistics since the start: bytes, seconds, errors.
 
         Bytes: ``dense_nbytes``, the size of all gradients in float32; ``sent_nbytes``, the size of
-        what was passed to collectives, with headers, padding and probes; ``ratio``, the compression
-        ratio ``dense_nbytes / sent_nbytes``, with recipe ``auto`` that of its present choices;
+        what was passed to collectives, with headers, padding and probes; ``ratio``, dense bytes
+        over sent bytes of the steps after a warm-up (in it, of its last step), with recipe ``auto``
+        of its present choices; ``ratio_with_warmup``, that of all steps;
         ``received_nbytes``, the output of buckets' collectives without this rank's own messages.
         With ``ranks_per_node`` sent and received bytes are those between nodes, and
         ``inside_nbytes`` counts what was passed to collectives within a node.
@@ -181,19 +182,20 @@ class Compressor:
         self._steps.close_if_complete()
         self._engine.read_device()
         costs, times = self._engine.costs, self._steps.times()
-        sent = costs.sent_nbytes + self._steps.other_nbytes
-        ratio = self._steps.dense_nbytes / sent if sent else math.nan
+        dense, sent = self._steps.dense_nbytes, costs.sent_nbytes + self._steps.other_nbytes
+        ratio = _ratio(dense - self._steps.of_warmup[0], sent - self._steps.of_warmup[1])
         choices = self._engine.choices()
         if choices:  # others were in force before
-            numel = sum(math.prod(shape) for _, shape in self._tensors)
-            ratio = 4 * numel / max(1, sum(self._sent_nbytes()))
+            numels = (math.prod(shape) for _, shape in self._tensors)
+            ratio = _ratio(4 * sum(numels), sum(self._sent_nbytes()))
         return {
             "steps": self._steps.count,
-            "dense_nbytes": self._steps.dense_nbytes,
+            "dense_nbytes": dense,
             "sent_nbytes": sent,
             "received_nbytes": costs.received_nbytes,
             "inside_nbytes": costs.inside_nbytes,
             "ratio": ratio,
+            "ratio_with_warmup": _ratio(dense, sent),
             "encode_s": costs.encode_s,
             "encode_hidden_s": times["encode_hidden_s"],
             "encode_wait_s": times["encode_wait_s"],
@@ -546,6 +548,10 @@ def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
     schemes = (bucket.policy.after_warmup for bucket in buckets)
     return ", ".join(str(number) for number, scheme in enumerate(schemes) if scheme.is_sharded)
+
+
+def _ratio(dense_nbytes: int, sent_nbytes: int) -> float:
+    return dense_nbytes / sent_nbytes if sent_nbytes > 0 else math.nan
 
 
 def _bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> tuple[str, str]:

@@ -38,6 +38,8 @@ class StepDriver:
 
     Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes of all gradients in
     float32, ``other_nbytes`` bytes of what Horovod itself reduced (dense tensors and probes).
+    ``of_warmup``: bytes of gradients and bytes passed to collectives in the warm-up; while it lasts
+    without its last step.
     """
 
     _TO_CONTINUE = ""  # end of an error message: what to load besides the compressor's state
@@ -49,7 +51,8 @@ class StepDriver:
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
         self.count = self.dense_nbytes = self.other_nbytes = 0
-        self._before = (0, 0, 0)  # these when the last step began
+        self.of_warmup, self._before = (0, 0), (0, 0, 0)  # these when the last step began
+        self._warmup_steps = max((b.policy.warmup_steps for b in self._engine.buckets), default=0)
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
@@ -90,6 +93,8 @@ class StepDriver:
     def _note_begin(self) -> None:
         """Note that a step begins, before anything of it is counted or recorded."""
         self._before = self.count, self.dense_nbytes, self.other_nbytes
+        if self._engine.step <= self._warmup_steps:
+            self.of_warmup = self.dense_nbytes, self._engine.costs.sent_nbytes + self.other_nbytes
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None

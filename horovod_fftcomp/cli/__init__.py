@@ -11,7 +11,7 @@ from rich.console import Console
 
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
 from horovod_fftcomp.cli.console import in_lines
-from horovod_fftcomp.tools.run.launcher import launched_rank
+from horovod_fftcomp.tools.run.launcher import launched_rank, tell_torchrun
 from horovod_fftcomp.wire.version import __version__
 
 COMMANDS = (recipes, bench, advise, run, check)
@@ -28,6 +28,7 @@ class _Parser(argparse.ArgumentParser):
         """Print the error, on other ranks than the first one in a line; exit with status 2."""
         if rank := launched_rank():
             print(f"{self.prog} on rank {rank}: error: {message}", file=sys.stderr, flush=True)
+        tell_torchrun(self.prog, 2, message)
         console, begin = Console(stderr=True), f"{self.prog}: error: "
         if console.is_terminal:
             message = in_lines(begin + message, console.width).removeprefix(begin)
@@ -37,8 +38,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``horovod-fftcomp`` with ``arguments`` (default: those of the process)."""
     parser = _Parser(
-        prog="horovod-fftcomp",
-        description="Gradient compression for data-parallel training.",
+        prog="horovod-fftcomp", description="Gradient compression for data-parallel training."
     )
     parser.add_argument("--version", action="version", version=f"horovod_fftcomp {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())

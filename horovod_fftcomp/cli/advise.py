@@ -23,6 +23,7 @@ from horovod_fftcomp.cli.arguments import (
     RecipeChoice,
     count,
     node_range,
+    numel,
     output_path,
     picture_path,
     positive,
@@ -43,7 +44,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     given_network,
 )
 from horovod_fftcomp.tools.advise.doubts import Steps
-from horovod_fftcomp.tools.bench import plot
+from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,dither,topk,fft,dct,auto,scalecom"
@@ -51,10 +52,9 @@ _RECIPES = "fp16,dither,topk,fft,dct,auto,scalecom"
 _ALMOST_NOTHING = RecipeChoice(
     "random_block", "random_block", {"density": 1e-5, "error_feedback": False}
 )
-# Without a script or gradients: a quarter of the larger model of docs/choosing.md, 25 M parameters
-# and 80 ms, of whose layers codecs would be timed for minutes.
-_USUAL_MODEL = [Tensor(f"layer{i}", (1024, 1024)) for i in range(6)]
-_USUAL_COMPUTE_MS = 20.0
+# Without a script or gradients: matrices of 1024 x 1024, by default a quarter of the larger model
+# of docs/choosing.md, which has 25 M parameters and takes 80 ms.
+_ROW, _PARAMETERS, _COMPUTE_MS = 1024, 6 << 20, 20.0
 _NO_NETWORK = given_network(math.inf, 0.0, 0.0)
 # Shares of the time: a job of the script, the codecs of a recipe, the job that times the network.
 _JOB, _CODEC, _NETWORK = 10.0, 1.0, 6.0
@@ -63,7 +63,7 @@ examples:
   horovod-fftcomp advise -np 2 train.py --epochs 1
   torchrun --nproc-per-node 2 -m horovod_fftcomp advise train.py --epochs 1
   horovod-fftcomp advise --launcher "srun --mpi=pmix" -np 4 train.py
-  horovod-fftcomp advise --gbit-per-s 1 --latency-us 50 --ranks 4
+  horovod-fftcomp advise --gbit-per-s 1 --latency-us 50 --ranks 4 --parameters 100M
   horovod-fftcomp advise --gradients g --compute-ms 120 -np 2 --nodes 2..1024
 
 With a script it runs twice, for --steps steps each. docs/advise.md describes the measurements, the
@@ -97,12 +97,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--steps", type=count, default=20, metavar="N", help="steps of a run (default: 20)")
     add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
-    add(
-        "--cores-per-rank",
-        type=count,
-        metavar="N",
-        help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
-    )
+    add("--cores-per-rank", type=count, metavar="N", help="cores of a rank (default: its own here)")
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
@@ -118,18 +113,14 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     """Add the arguments on gradients, computation and network."""
     add = parser.add_argument
     add("--gradients", type=Path, metavar="PATH", help="recorded gradients, instead of a script")
+    add("--parameters", type=numel, metavar="N", help="of a usual model, as 100M (default: 6M)")
     add("--compute-ms", type=positive, metavar="MS", help="time of a step without communication")
     add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a rank's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
     add("-np", type=count, metavar="N", help="ranks to start (default: 2, or the launcher's)")
-    add(
-        "--launcher",
-        type=shlex.split,
-        metavar="COMMAND",
-        help="starts jobs: torchrun, srun, or a command that takes -np N (default: horovodrun, or "
-        "without Horovod torchrun)",
-    )
+    told = "starts jobs: torchrun, srun, or what takes -np N (default: horovodrun, else torchrun)"
+    add("--launcher", type=shlex.split, metavar="COMMAND", help=told)
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -137,8 +128,9 @@ def run(parsed: argparse.Namespace) -> None:
     _check(parsed)
     parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
     jobs = Jobs(parsed)
+    share = load.share_of_others(load.look()[None])  # other ranks sleep meanwhile, too
     if jobs.rank == 0:
-        for doubt in doubts.of_load(load.share_of_others(load.look()[None])):
+        for doubt in doubts.of_load(share):
             print(f"advise: {doubt}; else it will recommend nothing", file=sys.stderr, flush=True)
     stages = Stages(_shares(parsed))
     with stages.bar if jobs.rank == 0 else contextlib.nullcontext():
@@ -155,6 +147,8 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.plot:
         advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
     if found.doubts:
+        why = f"nothing is recommended: {'; '.join(found.doubts)}"
+        launcher.tell_torchrun("horovod-fftcomp advise", _REFUSED, why)
         raise SystemExit(_REFUSED)
 
 
@@ -164,6 +158,9 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("give either a script or --gradients PATH")
     if not (parsed.gradients or parsed.script or parsed.gbit_per_s):
         parsed.fail("give a script, --gradients PATH, or --gbit-per-s X for a usual model")
+    if parsed.parameters and (parsed.gradients or parsed.script):
+        parsed.fail("--parameters is the size of a usual model, without a script or --gradients")
+    parsed.parameters = parsed.parameters or _PARAMETERS
     if parsed.script and not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
     if parsed.gradients and parsed.compute_ms is None:
@@ -172,8 +169,8 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
-    if parsed.plot and not plot.matplotlib_is_installed():
-        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    if any("ranks_per_node" in choice.options for choice in parsed.recipes or ()):
+        parsed.fail("ranks_per_node is not forecast: leave it out of --compression")
 
 
 class _Model(NamedTuple):
@@ -254,7 +251,8 @@ def _computed(
     """Return option ``none``, with a computation of its own if measured, and that of all others."""
     none = advice.dense(model.tensors)
     if parsed.compute_ms is not None or not model.steps:
-        return none, Compute((parsed.compute_ms or _USUAL_COMPUTE_MS) / 1e3, spare_core)
+        compute_ms = parsed.compute_ms or _COMPUTE_MS * parsed.parameters / _PARAMETERS
+        return none, Compute(compute_ms / 1e3, spare_core)
 
     def computed(recipe: str, option: Option, where: Network) -> Compute:
         step_s = model.steps[recipe].step_s
@@ -293,7 +291,9 @@ def _model(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> _Model:
         return _from_script(parsed, jobs, tell)
     if parsed.gradients and jobs.rank == 0:
         return _from_file(parsed)
-    return _Model(_USUAL_MODEL, {}, {})
+    rows = range(0, max(1, parsed.parameters // _ROW), _ROW)
+    shapes = [(min(_ROW, rows.stop - first), _ROW) for first in rows]
+    return _Model([Tensor(f"layer{n}", shape) for n, shape in enumerate(shapes)], {}, {})
 
 
 def _from_file(parsed: argparse.Namespace) -> _Model:

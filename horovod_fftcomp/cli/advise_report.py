@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table, in_ms, make_console, to_paste
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Measured, Option
-from horovod_fftcomp.tools.advise.cost_model import Line, Message
+from horovod_fftcomp.tools.advise.cost_model import Line, Message, received_nbytes, speed
 from horovod_fftcomp.tools.advise.doubts import Steps
 
 # A bandwidth is reported if bytes make up this share of the largest message's time.
@@ -127,14 +128,15 @@ def _facts(found: Findings) -> Iterator[str]:
 
 
 def _speed(found: Findings, collective: str, line: Line) -> str:
-    """Return a link's bandwidth in words; see ``_TOO_FAST`` for a measured one."""
-    p, kind = found.ranks, (collective, "float32")
-    if same := [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]:
-        nbytes, time_s = max(same)
-        passed = nbytes * (p - 1) * (2 / p if collective == "allreduce" else 1)
-        if passed * line.beta_s < _TOO_FAST * time_s:
-            return f"too fast to measure with {nbytes / 1e6:.3g} MB"
-    return f"{8e-9 / line.beta_s:.3g} Gbit/s"
+    """Return the bandwidth in words: of the largest message, if measured; see ``_TOO_FAST``."""
+    kind = collective, "float32"
+    same = [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]
+    if not same:
+        return f"{8e-9 / line.beta_s:.3g} Gbit/s"
+    nbytes, time_s = max(same)
+    if received_nbytes(collective, nbytes, found.ranks) * line.beta_s < _TOO_FAST * time_s:
+        return f"too fast to measure with {nbytes / 1e6:.3g} MB"
+    return speed(collective, nbytes, found.ranks, time_s)
 
 
 def _growth(found: Findings, nodes: range) -> Table:
@@ -177,7 +179,7 @@ def _to_measure(found: Findings, width: int) -> Iterator[str]:
 
 
 def _setting(option: Option) -> str:
-    return RecipeChoice(option.label, option.recipe, option.options).text
+    return shlex.quote(RecipeChoice(option.label, option.recipe, option.options).text)
 
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:

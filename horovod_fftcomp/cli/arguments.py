@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 from decimal import Decimal
 from pathlib import Path
 
-from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe, parse_recipes
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipes
 
 # How they are written, in the help of all commands.
 COMPRESSION = "RECIPE[:OPTION=VALUE,...]"
@@ -63,10 +65,11 @@ def node_range(text: str) -> range:
 
 def numels(text: str) -> list[int]:
     """Return numbers of elements, separated by commas: ``25000000``, ``25M`` or ``1e6``."""
-    return [_numel(part.strip()) for part in text.split(",")]
+    return [numel(part.strip()) for part in text.split(",")]
 
 
-def _numel(text: str) -> int:
+def numel(text: str) -> int:
+    """Return a number of elements."""
     factor = _FACTORS.get(text[-1:], 1)
     try:
         number = Decimal(text[:-1] if factor > 1 else text) * factor  # exact, so that 2.3M is whole
@@ -82,17 +85,20 @@ def _numel(text: str) -> int:
 def recipe_choices(text: str) -> list[RecipeChoice]:
     """Return compressions, separated by commas; see ``parse_recipes``."""
     try:
-        return parse_recipes(text)
+        choices = parse_recipes(text)
+        for choice in choices:
+            make_policy(choice.name, **choice.options)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return choices
 
 
 def recipe_choice(text: str) -> RecipeChoice:
     """Return one compression."""
-    try:
-        return parse_recipe(text)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    choices = recipe_choices(text)
+    if len(choices) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} compressions, expected one")
+    return choices[0]
 
 
 def output_path(text: str) -> Path:
@@ -104,8 +110,10 @@ def output_path(text: str) -> Path:
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture to write: .png, .svg or .pdf."""
+    """Return the path of a picture to write: .png, .svg or .pdf; that needs matplotlib."""
     path = output_path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
     return path

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=COMPRESSIONS,
         help=f"compressions to measure (default: {_RECIPES})",
     )
-    add("--all", action="store_true", help="measure every recipe, and list those that gather")
+    add("--all", action="store_true", help="measure every recipe")
     _add_data(parser)
     add("--threads", type=count, metavar="N", help="CPU threads of recipes and memcpy")
     add("--repeat", type=count, default=5, help="timings per median (default: %(default)s)")
@@ -85,36 +85,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "-n",
-        "--numel",
-        type=numels,
-        action="extend",
-        metavar="N[,N]",
-        help=f"elements of synthetic gradients, as 25000000, 25M or 1e6 (default: {_SIZES})",
-    )
-    either.add_argument(
-        "--gradients",
-        type=Path,
-        metavar="PATH",
-        help="recorded gradients: a folder with STEP.npz files, or a .npy or .npz file",
-    )
+    told = f"elements of synthetic gradients, as 25000000, 25M or 1e6 (default: {_SIZES})"
+    names = "-n", "--numel"
+    either.add_argument(*names, type=numels, action="extend", metavar="N[,N]", help=told)
+    told = "recorded gradients: a folder with STEP.npz files, or a .npy or .npz file"
+    either.add_argument("--gradients", type=Path, metavar="PATH", help=told)
     add = parser.add_argument
     add("--seed", type=count_from_0, default=0, help="seed of synthetic gradients (default: 0)")
-    add(
-        "--min-numel",
-        type=count,
-        default=MIN_NUMEL,
-        metavar="N",
-        help="skip arrays of PATH with fewer elements, as training does (default: %(default)s)",
-    )
+    told = "skip arrays of PATH with fewer elements, as training does (default: %(default)s)"
+    add("--min-numel", type=count, default=MIN_NUMEL, metavar="N", help=told)
     add("--per-tensor", action="store_true", help="also print a table for each tensor of PATH")
 
 
 def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
     """Measure, print the tables and write the files; with ``peers`` for those too."""
-    if parsed.plot and not plot.matplotlib_is_installed():
-        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     if parsed.all and parsed.recipes:
         parsed.fail("--all measures every recipe: leave --compression out, or --all")
     choices = parsed.recipes or recipe_choices(",".join(RECIPES) if parsed.all else _RECIPES)
@@ -235,13 +219,12 @@ def _print(
         for line in peers.lines(result, choices) if peers else ():
             console.print(Text(line))
         console.print()
-    notes = [bench_report.collectives(choices)] if parsed.all else []
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    notes.append(
+    notes = [
         f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
         f"Medians of at least {parsed.repeat} timings. x: multiples of a memcpy of the "
         "gradient to allocated memory. EF: error feedback."
-    )
+    ]
     if not parsed.gradients:
         notes.append(
             "Synthetic elements are independent, so transforms gain nothing on them: "

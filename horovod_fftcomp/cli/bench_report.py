@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table
-from horovod_fftcomp.recipes import get_scheme
 from horovod_fftcomp.tools.bench import Measurement
 
 
@@ -65,21 +64,6 @@ def _short(number: float) -> str:
     rounded = float(f"{number:.3g}")
     digits = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
     return f"{number:.{min(digits, 3)}f}"
-
-
-def collectives(choices: Sequence[RecipeChoice]) -> str:
-    """Return in words which recipes gather payloads and which reduce sums."""
-    gathered: list[str] = []
-    reducible: list[str] = []
-    for choice in choices:
-        rounds = get_scheme(choice.name, **choice.options).rounds
-        (gathered if "allgather" in rounds else reducible).append(choice.label)
-    lines = [f"With an allgather: {', '.join(gathered)}."] if gathered else []
-    if reducible:
-        lines.append(
-            f"Without, so that a rank receives no more from more ranks: {', '.join(reducible)}."
-        )
-    return "\n".join(lines)
 
 
 def as_json(result: Result, choices: Sequence[RecipeChoice]) -> dict[str, object]:

@@ -16,8 +16,9 @@ from rich.text import Text
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import check, environment
+from horovod_fftcomp.tools.advise import cost_model
 from horovod_fftcomp.tools.check import Finding, Level
-from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
+from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank, tell_torchrun
 
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = (
@@ -35,13 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="check this installation and, under a launcher, its job",
         description=f"Check this installation. To check a job as well: {_TRY_JOB}",
     )
-    parser.add_argument(
-        "--timeout",
-        type=count,
-        default=120,
-        metavar="S",
-        help="time limit of each check in seconds (default: %(default)s)",
-    )
+    told = "time limit of each check in seconds (default: %(default)s)"
+    parser.add_argument("--timeout", type=count, default=120, metavar="S", help=told)
     parser.set_defaults(run=run)
 
 
@@ -71,7 +67,9 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
     if report.rank is None:
         report.add(Finding("job", Level.ABSENT, "not tried without a launcher", _TRY_JOB))
         return None
-    if not is_torchrun() and not report.has_working_horovod:
+    no_horovod = importlib.util.find_spec("horovod") is None
+    is_ddp = is_torchrun() or ("SLURM_PROCID" in os.environ and no_horovod)
+    if not is_ddp and not report.has_working_horovod:
         found = "this rank cannot take part without horovod.torch"
         report.add(Finding("job", Level.FAIL, found, "fix the failure of horovod.torch first"))
         return None
@@ -81,7 +79,9 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
         launched = launched_adapter()
         watchdog.expect(launched.CONNECTS, job_check.CONNECT_REMEDY)
         job = launched.connect(timeout_s)
-        findings = job_check.findings(job, _compared(), watchdog.expect, lambda: report.failed)
+        findings = job_check.findings(
+            job, _compared(), watchdog.expect, lambda: report.failed, cost_model.speed
+        )
         for topic, level, found, remedy in findings:
             report.add(Finding(topic, Level(level), found, remedy))
         return job.finish
@@ -130,11 +130,14 @@ class Report:
         return Finding("horovod.torch", Level.OK, "")[:2] in {f[:2] for f in self._findings}
 
     def print(self) -> None:
-        """Print the report."""
+        """Print the report; torchrun's own then names what has failed."""
+        failed = [finding for finding in self._findings if finding.level is Level.FAIL]
+        if failed:
+            topics = ", ".join(finding.topic for finding in failed)
+            tell_torchrun("horovod-fftcomp check", 1, f"failed: {topics}; see the table above")
         if self.rank:
-            for topic, level, found, remedy in self._findings:
-                if level is Level.FAIL:
-                    print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
+            for topic, _, found, remedy in failed:
+                print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
             return
         table = Table("check", ("", "found"))
         for topic, level, found, remedy in self._findings:
@@ -142,11 +145,8 @@ class Report:
             table.add_row(topic, Text(level.value, _STYLES[level]), text)
         console = make_console()
         console.print(table)
-        counts = [
-            sum(finding.level is level for finding in self._findings)
-            for level in (Level.FAIL, Level.WARNING)
-        ]
-        console.print(f"{counts[0]} failed, {counts[1]} warnings.")
+        n_warnings = sum(finding.level is Level.WARNING for finding in self._findings)
+        console.print(f"{len(failed)} failed, {n_warnings} warnings.")
 
 
 class Watchdog:

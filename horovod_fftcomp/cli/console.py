@@ -70,7 +70,7 @@ class _TimeLeft(ProgressColumn):
 class Table:
     """Table that continues in further blocks, each with the first column, if it is too wide.
 
-    Cells of prose are broken at spaces, numbers nowhere.
+    Cells of prose are broken at spaces, within words that are too long for a line, numbers nowhere.
     """
 
     def __init__(self, first: str, columns: Iterable[str], title: str = "") -> None:
@@ -94,7 +94,7 @@ class Table:
         while rest:
             widths = itertools.accumulate(2 + min(self._width(n), _PROSE) for n in (0, *rest))
             fitting = max(1, sum(width <= options.max_width + 2 for width in widths) - 1)
-            yield self._block(rest[:fitting])
+            yield self._block((0, *rest[:fitting]), options.max_width)
             rest = rest[fitting:]
             yield from [Text()] if rest else []
 
@@ -104,22 +104,26 @@ class Table:
     def _width(self, column: int) -> int:
         return max(len(line) for text in self._texts(column) for line in text.split("\n"))
 
-    def _block(self, columns: Sequence[int]) -> RichTable:
+    def _longest(self, column: int) -> int:
+        return max(map(len, " ".join(self._texts(column)).split()), default=0)
+
+    def _block(self, columns: Sequence[int], max_width: int) -> RichTable:
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.pad_edge = False
-        for column in (0, *columns):
+        room = max_width + 2 - sum(2 + min(self._width(column), _PROSE) for column in columns)
+        for column in columns:
             is_prose = (width := self._width(column)) > _PROSE
             is_number = any(text[:1].isdigit() for text in self._texts(column)[1:])
             table.add_column(
                 Text(self.heads[column]),
                 justify="right" if column and is_number and not is_prose else "left",
                 width=None if is_prose else width,
-                min_width=max(map(len, " ".join(self._texts(column)).split()), default=None),
+                min_width=min(_PROSE + max(0, room), self._longest(column)) if is_prose else None,
                 overflow="fold",
             )
         for number, row in enumerate(self.rows):
             ends = number in self._last_of_sections
-            table.add_row(row[0], *(row[column] for column in columns), end_section=ends)
+            table.add_row(*(row[column] for column in columns), end_section=ends)
         return table
 
 

@@ -21,13 +21,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser("recipes", help="list the recipes, their options and ratios")
     parser.add_argument("name", nargs="?", choices=RECIPES, metavar="NAME", help="describe one")
-    parser.add_argument(
-        "-n",
-        "--numel",
-        type=count,
-        default=1_000_000,
-        help="elements of the tensor whose ratios are listed (default: %(default)s)",
-    )
+    told = "elements of the tensor whose ratios are listed (default: %(default)s)"
+    parser.add_argument("-n", "--numel", type=count, default=1_000_000, help=told)
     parser.set_defaults(run=run)
 
 

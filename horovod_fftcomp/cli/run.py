@@ -74,29 +74,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--compression",
-        type=recipe_choice,
-        metavar=COMPRESSION,
-        help=f"compression for the script's optimizers and tapes (default: that of {_VARIABLE})",
-    )
-    which.add_argument(
-        "--compare",
-        type=recipe_choices,
-        metavar=COMPRESSIONS,
-        help="run one job for each, in rounds, and print a table",
-    )
+    told = f"compression for the script's optimizers and tapes (default: that of {_VARIABLE})"
+    which.add_argument("--compression", type=recipe_choice, metavar=COMPRESSION, help=told)
+    told = "run one job for each, in rounds, and print a table"
+    which.add_argument("--compare", type=recipe_choices, metavar=COMPRESSIONS, help=told)
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count_from_0, metavar="N", help="begin with N dense steps")
     add("--ranks-per-node", type=nodes, metavar="N", help="compress between nodes of N, or auto")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
-    add(
-        "--record-every",
-        type=count,
-        default=50,
-        metavar="N",
-        help="record every N-th step (default: %(default)s)",
-    )
+    add("--record-every", type=count, default=50, metavar="N", help="each N-th step (default: 50)")
     add("--live-view", type=Path, metavar="FILE", help="append JSON lines to FILE, every 50th step")
     _add_jobs(parser)
     add("script", help="the training script")
@@ -108,28 +94,14 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments on jobs."""
     add = parser.add_argument
     add("-np", type=count, metavar="N", help="ranks of each job of --compare (default: 2)")
-    add(
-        "--launcher",
-        type=shlex.split,
-        metavar="COMMAND",
-        help="command that starts the jobs of --compare: one that takes -np N, or torchrun "
-        "(default: horovodrun)",
-    )
+    told = "starts the jobs of --compare: torchrun, or a command that takes -np N"
+    add("--launcher", type=shlex.split, metavar="COMMAND", help=f"{told} (default: horovodrun)")
     add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
-    add_metric(parser)
+    told = r"show the number that REGEX finds last in a job's output, as 'accuracy (\S+)'"
+    add("--metric", type=_pattern, metavar="REGEX", help=told)
     add("--repeat", type=count, metavar="N", help="rounds of --compare (default: 3)")
     add("--without-none", action="store_true", help="do not add none to --compare")
     add("--report-json", action="store_true", help="report as a line of JSON, on every rank")
-
-
-def add_metric(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that finds the quality of a training in its output."""
-    parser.add_argument(
-        "--metric",
-        type=_pattern,
-        metavar="REGEX",
-        help=r"show the number that REGEX finds last in a job's output, as 'accuracy (\S+)'",
-    )
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -193,9 +165,9 @@ def _run_script(parsed: argparse.Namespace) -> None:
         "live_view": parsed.live_view,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    if parsed.ranks_per_node:
+    options |= choice.options
+    if options.get("ranks_per_node", 1) != 1:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
-    options = {**choice.options, **options}
     reports = parsed.steps, parsed.report_json, children.new_path()
     settings = children.RunSettings(choice.label, choice.text, choice.name, options, *reports)
     sys.argv = [parsed.script, *parsed.script_arguments]
@@ -408,10 +380,7 @@ def launch(
     arguments = [part.replace("{repeat}", str(number)) for part in parsed.script_arguments]
     try:
         return launcher.launch(
-            parsed.launcher or launcher.default_launcher(),
-            n_ranks,
-            [*command, *arguments],
-            line,
+            parsed.launcher or launcher.default_launcher(), n_ranks, [*command, *arguments], line
         )
     except FileNotFoundError as error:
         parsed.fail(f"{error.filename!r} was not found; install Horovod, or give --launcher")

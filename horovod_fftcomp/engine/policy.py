@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from horovod_fftcomp.engine.recipe_text import parse_recipe
+from horovod_fftcomp.engine.recipe_text import SETTINGS, parse_recipe
 from horovod_fftcomp.errors import UnsupportedError, is_number
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
@@ -195,8 +195,7 @@ class Scheduled:
         recipe = RECIPES[self.recipe]
         unsaid = {n: v for n, v in recipe.options.items() if n not in recipe.own_options}
         shown = [(n, v) for n, v in self.in_force().items() if n not in unsaid or v != unsaid[n]]
-        written = ", ".join(f"{name}={value!r}" for name, value in shown)
-        return f"{self.recipe}({written})"
+        return f"{self.recipe}({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     def _given(self) -> str:
         """Return the recipe of dense steps with its options, as ``dense_by`` takes it."""
@@ -312,12 +311,11 @@ def make_policy(
     if ranks_per_node != 1:
         size = 2 if ranks_per_node == "auto" else ranks_per_node
         Hierarchical(get_scheme(recipe, **options), size)  # refuses what it cannot do
-    written = tuple(sorted(options.items()))
     dense_every = checked("dense_every", dense_every, int, 10)
     _check_dense_every(recipe, options, dense_every)
     dense = _dense_policy(checked("dense_by", dense_by, str, "bf16"))
     return Scheduled(
-        recipe, written, schedule, steps, ranks_per_node,
+        recipe, tuple(sorted(options.items())), schedule, steps, ranks_per_node,
         dense_every, dense if dense_every else None, warmup_steps is not None,
     )  # fmt: skip
 
@@ -404,8 +402,7 @@ def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
     if isinstance(action, Mapping):
         if "ranks_per_node" in action:
             raise ValueError("ranks_per_node holds for all tensors: give it without a rule")
-        kept = ("warmup_steps", "ranks_per_node", "dense_every", "dense_by")
-        inherited = {name: value for name, value in policy.in_force().items() if name in kept}
+        inherited = {name: value for name, value in policy.in_force().items() if name in SETTINGS}
         return make_policy(**{"recipe": policy.recipe, **inherited, **action})
     if not is_number(action):
         raise ValueError(

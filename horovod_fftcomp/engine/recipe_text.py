@@ -6,27 +6,30 @@ import ast
 import re
 from collections.abc import Mapping
 from types import NoneType
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from horovod_fftcomp.recipes import get_recipe, get_scheme
-from horovod_fftcomp.schemes.options import kinds_of
+from horovod_fftcomp.schemes.options import check_names, kinds_of
 
-_OPTION = r"\s*[A-Za-z]\w*\s*=\s*[\w.+'\"-]+\s*"
+# Of a training, which may stand among a recipe's options; ``make_policy`` describes them.
+SETTINGS = ("warmup_steps", "ranks_per_node", "dense_every", "dense_by")
+_VALUE = r"[\w.+'\"-]+(?:\([^()]+\))?"  # that of dense_by may have options
+_OPTION = rf"\s*[A-Za-z]\w*\s*=\s*{_VALUE}\s*"
 _OPTIONS = rf"{_OPTION}(?:,{_OPTION})*"
 _CHOICE = re.compile(rf"\s*([A-Za-z]\w*)\s*(?:\(\s*({_OPTIONS})?\)\s*|:({_OPTIONS}))?")
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class RecipeChoice(NamedTuple):
-    """A recipe with options: its text as a call, its name and the given options."""
+    """A recipe with options and ``SETTINGS``: its text as a call, its name and what was given."""
 
     label: str
     name: str
-    options: Mapping[str, object]
+    options: Mapping[str, Any]
 
     @property
     def text(self) -> str:
-        """The form that a shell needs no quotes for: ``fft:density=0.1,bits=8``."""
+        """The form that a shell needs no quotes for, but in ``dense_by``: ``fft:density=0.1``."""
         options = ",".join(f"{option}={value}" for option, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
@@ -34,8 +37,9 @@ class RecipeChoice(NamedTuple):
 def parse_recipes(text: str) -> list[RecipeChoice]:
     """Return recipes with options, separated by commas: ``none,fft:density=0.1,bits=8,auto``.
 
-    Options follow a colon or stand in brackets. Raises ValueError for what is no recipe or out of
-    range, TypeError for an unknown option or a value of the wrong type.
+    Options follow a colon or stand in brackets, ``SETTINGS`` among them. Raises ValueError for what
+    is no recipe or out of range, TypeError for an unknown option or a value of the wrong type;
+    values of ``SETTINGS`` are for ``make_policy`` to check.
     """
     if not isinstance(text, str):
         raise TypeError(f"a compression is a str such as 'fft:density=0.1', got {text!r}")
@@ -61,13 +65,14 @@ def _choice(name: str, written: str, text: str) -> RecipeChoice:
     recipe = get_recipe(name)
     kinds = kinds_of(recipe.make)
     options: dict[str, object] = {}
-    for part in written.split(",") if written else ():
-        option, _, value = map(str.strip, part.partition("="))
+    for option, value in re.findall(rf"(\w+)\s*=\s*({_VALUE})", written):
         if option in options:
             raise _not_a_compression(text)
         options[option] = _value(value, kinds.get(option))
-    get_scheme(name, **options)
-    options = recipe.checked(options)
+    check_names(name, options, recipe.options, SETTINGS)
+    own = {option: value for option, value in options.items() if option not in SETTINGS}
+    get_scheme(name, **own)
+    options |= recipe.checked(own)
     shown = ", ".join(f"{option}={value}" for option, value in options.items())
     return RecipeChoice(f"{name}({shown})" if shown else name, name, options)
 

@@ -7,6 +7,9 @@ from typing import Any
 from horovod_fftcomp.monitor.step_log import figures
 from horovod_fftcomp.torch_distributed import DistributedCompressor
 
+# What a plot shows; the rest is in ``stats``.
+_SHOWN = ("encode_ms", "wait_ms", "relative_error", "residual_ratio")
+
 
 class Scalars:
     """Scalars of a compressor, from one call to the next."""
@@ -16,15 +19,13 @@ class Scalars:
         self._before: dict[str, Any] = {}
 
     def read(self) -> dict[str, float]:
-        """Return the statistics of the steps since the last call, named "compression/ratio" etc.
+        """Return five scalars of the steps so far, named "compression/ratio" etc.
 
-        Bytes and milliseconds are means over these steps; see ``step_log.figures``.
+        ``ratio`` is that of ``stats``; milliseconds are means over the steps since the last call,
+        errors and residuals those last measured, see ``step_log.figures``.
         """
         now = self._compression.stats()
         found = figures(self._before, now, self._compression.residual_ratios())
         self._before = now
-        return {
-            f"compression/{name}": value
-            for name, value in found.items()
-            if isinstance(value, (int, float))
-        }
+        shown = {"ratio": now["ratio"], **{name: found[name] for name in _SHOWN}}
+        return {f"compression/{name}": value for name, value in shown.items() if value is not None}

@@ -52,8 +52,7 @@ def compress(
     which a model has one at most.
     """
     choice = parse_recipe(recipe)
-    options = {**choice.options, **options}
-    policy, settings = configured(choice.name, options, without=["process_set"])
+    policy, settings = configured(choice.name, {**choice.options, **options}, ["process_set"])
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise UnsupportedError(

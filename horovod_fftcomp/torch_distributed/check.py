@@ -23,9 +23,10 @@ def connect(timeout_s: float) -> Job:
     Under Slurm without torchrun the script, too, needs MASTER_ADDR and MASTER_PORT.
     """
     if "RANK" not in os.environ:
-        names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-        os.environ |= {name: os.environ[its] for name, its in names.items()}
-        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").replace(",", "(")  # "2(x4),1"
+        os.environ.setdefault("LOCAL_WORLD_SIZE", tasks.partition("(")[0])
     dist.init_process_group("gloo")
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     network, group = NetworkThread(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)

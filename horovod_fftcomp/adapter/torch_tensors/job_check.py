@@ -60,12 +60,14 @@ def findings(
     compared: Mapping[str, tuple[Mapping[str, object], str, str]],
     expect: Callable[[str, str], None],
     failed: Callable[[], bool],
+    speed: Callable[[str, int, int, float], str],
 ) -> Iterator[_Found]:
     """Yield the findings of this rank; call ``job.finish`` afterwards.
 
     ``compared``: facts that should be equal on all ranks by their topic, with level and remedy if
     they are not. ``expect(next, remedy)`` is called before each check with its name and the remedy
     if it hangs; ``failed`` returns, before the last check, whether this rank has failed.
+    ``speed(collective, nbytes, ranks, seconds)`` returns a measured bandwidth in words.
     """
     found = f"{job.size} ranks over {job.transport}, {job.local_size} on this machine"
     if job.size == 1:
@@ -87,7 +89,8 @@ def findings(
     for nbytes in _GATHERED_NBYTES:
         nbytes = min(nbytes, _MAX_RECEIVED_NBYTES // job.size)
         expect(f"allgathers of {nbytes} bytes", f"{_OTHERS}; or raise --timeout")
-        yield _bandwidth(job, nbytes)
+        seconds = _median_s(job, "allgather", np.zeros(nbytes, np.uint8), 5)
+        yield "bandwidth", "OK", speed("allgather", nbytes, job.size, seconds), ""
     expect("the outcome of all ranks", _OTHERS)
     yield _outcome(job, failed())
 
@@ -128,16 +131,6 @@ def _compressed_step(job: Job) -> _Found:
     if job.size > 1 and ratio < 2:
         return topic, "FAIL", f"ratio {ratio:.1f}: nothing was compressed", "report this machine"
     return topic, "OK", f"recipe fft: the same bits on all ranks, ratio {ratio:.1f}", ""
-
-
-def _bandwidth(job: Job, nbytes: int) -> _Found:
-    seconds = _median_s(job, "allgather", np.zeros(nbytes, np.uint8), 5)
-    received = (job.size - 1) * nbytes / seconds
-    found = (
-        f"{8e-9 * received:.2f} Gbit/s received by a rank: {1e3 * seconds:.1f} ms for an "
-        f"allgather of {nbytes / (1 << 20):.3g} MiB from each"
-    )
-    return "bandwidth", "OK", found, ""
 
 
 def _outcome(job: Job, failed: bool) -> _Found:

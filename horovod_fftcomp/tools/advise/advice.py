@@ -5,6 +5,7 @@ Codecs are timed by running the exchanges of a training in this process, without
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -33,6 +34,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     step_time,
 )
 from horovod_fftcomp.tools.advise.losses import LOSSES
+from horovod_fftcomp.tools.bench.sessions import of_usual_step
 from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
@@ -44,6 +46,7 @@ _FEW, _MORE = 2, 6  # numbers of ranks to decode, whose difference is the time f
 # A usual step: without a measurement or a trial, and led by the rank that is timed.
 _USUAL_STEP = 6 * _FEW * _MORE
 _PROBE_NBYTES = 4
+_MOST_ALIKE = 3  # the noise of one bucket counts as often as there are alike ones
 _CACHES_NBYTES = 1 << 25
 
 
@@ -99,10 +102,9 @@ def compressed(
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
-    fixed = {"calibrate_steps": 1} if "calibrate_steps" in RECIPES[recipe].options else {}
-    policy = make_policy(recipe, **{"warmup_steps": 0, **options, **fixed})
+    policy = make_policy(recipe, **of_usual_step(recipe, options))
     buckets = make_buckets(tensors, policy)
-    decides = policy.in_force().get("exchange") == "auto"
+    decides = policy if policy.in_force().get("exchange") == "auto" else None
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}
     rest = sum(_nbytes(tensor) for tensor in tensors if tensor.name not in inside)
     # The roll call comes before the first bucket; probes go with the dense tensors, at the end.
@@ -112,17 +114,21 @@ def compressed(
     ]
     bench.settle_malloc()
     ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
-    gradients = [[_gradient(tensor, grads) for tensor in bucket.tensors] for bucket in buckets]
-    for bucket, values, chosen in zip(buckets, gradients, _chosen(buckets, gradients), strict=True):
-        at = max(ready[tensor.name] for tensor in bucket.tensors)
-        part, varies = _timed(bucket, values, chosen, at, repeat)
-        if decides and (ranks := _sharded_from(policy, bucket)) is not None:
-            shards = bucket._replace(policy=policy.with_exchange("sharded"))
-            sharded, _ = _timed(shards, values, chosen, at, repeat)
-            part = replace(part, sharded=sharded, sharded_from=ranks)
-        parts.append(part)
+    gradients = _gradients(buckets, grads)
+    chosen = _chosen(buckets, gradients)
+    # Of buckets that are alike one is timed.
+    kinds = [
+        (tuple(tensor.shape for tensor in bucket.tensors), *map(id, values), id(choice or None))
+        for bucket, values, choice in zip(buckets, gradients, chosen, strict=True)
+    ]
+    found: dict[object, tuple[Transfer, float, float, float]] = {}
+    for bucket, values, choice, kind in zip(buckets, gradients, chosen, kinds, strict=True):
+        if kind not in found:
+            times = repeat * min(_MOST_ALIKE, kinds.count(kind))
+            found[kind] = _measured(bucket, values, choice, decides, times)
+        part, varies, lost, all_of_it = found[kind]
+        parts.append(replace(part, ready=max(ready[tensor.name] for tensor in bucket.tensors)))
         spreads.append(varies)
-        lost, all_of_it = _lost(bucket, values, chosen)
         error, energy = error + lost, energy + all_of_it
     sent = sum(message.nbytes for part in parts for message in part.messages)
     relative_error = math.sqrt(error / energy) if energy else 0.0
@@ -172,9 +178,15 @@ def _ready(tensors: Sequence[Tensor]) -> dict[str, float]:
     return found
 
 
-def _gradient(tensor: Tensor, grads: Mapping[str, Array]) -> Array:
-    known = grads.get(tensor.name)
-    return gradient_files.synthetic(math.prod(tensor.shape)).steps[0] if known is None else known
+def _gradients(buckets: Sequence[Bucket], grads: Mapping[str, Array]) -> list[list[Array]]:
+    """Return the gradients of each bucket; synthetic ones of one size are the same array."""
+    synthetic = functools.cache(lambda numel: gradient_files.synthetic(numel).steps[0])
+
+    def gradient(tensor: Tensor) -> Array:
+        known = grads.get(tensor.name)
+        return synthetic(math.prod(tensor.shape)) if known is None else known
+
+    return [[*map(gradient, bucket.tensors)] for bucket in buckets]
 
 
 def _chosen(buckets: Sequence[Bucket], grads: Sequence[Sequence[Array]]) -> list[OldState]:
@@ -185,8 +197,22 @@ def _chosen(buckets: Sequence[Bucket], grads: Sequence[Sequence[Array]]) -> list
     return [chosen.get(number, {}) for number in range(len(buckets))]
 
 
+def _measured(
+    bucket: Bucket, grads: Sequence[Array], chosen: OldState, decides: Scheduled | None, repeat: int
+) -> tuple[Transfer, float, float, float]:
+    """Return (messages and times of a bucket, their spread, and the results of ``_lost``).
+
+    ``decides``: the policy if it decides between gathering and shards.
+    """
+    part, varies = _timed(bucket, grads, chosen, repeat)
+    if decides and (ranks := _sharded_from(decides, bucket)) is not None:
+        shards = bucket._replace(policy=decides.with_exchange("sharded"))
+        part = replace(part, sharded=_timed(shards, grads, chosen, repeat)[0], sharded_from=ranks)
+    return part, varies, *_lost(bucket, grads, chosen)
+
+
 def _timed(
-    bucket: Bucket, grads: Sequence[Array], chosen: OldState, ready: float, repeat: int
+    bucket: Bucket, grads: Sequence[Array], chosen: OldState, repeat: int
 ) -> tuple[Transfer, float]:
     """Return (messages and median times of a bucket in a usual step; their spread)."""
     scheme = bucket.policy.at(_USUAL_STEP)
@@ -208,7 +234,7 @@ def _timed(
         decode_s -= _FEW * each_s
     varies = spread([run.encode_s + run.decode_s for run in few])
     times = (max(0.0, encode_s), max(0.0, decode_s), each_s, divided_s)
-    return Transfer(ready, messages, *times), varies
+    return Transfer(1.0, messages, *times), varies
 
 
 def _usual(bucket: Bucket, grads: Arrays, state: OldState, ranks: int, repeat: int) -> list[_Run]:

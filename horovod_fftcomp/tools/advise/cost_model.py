@@ -117,6 +117,21 @@ def fitted_network(
     return Network(reduce, line("allgather", p - 1, p - 1), cycle_s, tuple(times_s), p)
 
 
+def received_nbytes(collective: str, nbytes: int, ranks: int) -> float:
+    """Return the bytes that a rank receives in a ring, of an allreduce or an allgather."""
+    return (ranks - 1) * nbytes * (2 / ranks if collective == "allreduce" else 1)
+
+
+def speed(collective: str, nbytes: int, ranks: int, seconds: float) -> str:
+    """Return a measured collective's bandwidth in words: bytes that a rank receives, over time."""
+    gbit_per_s = 8e-9 * received_nbytes(collective, nbytes, ranks) / seconds
+    each = " from each" if collective == "allgather" else ""
+    return (
+        f"{gbit_per_s:.3g} Gbit/s received by a rank ({1e3 * seconds:.3g} ms for an {collective} "
+        f"of {nbytes / 1e6:.3g} MB{each})"
+    )
+
+
 def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
     """Return the interpolated time; beyond the largest size it is proportional to ``nbytes``."""
     for (n, t), (larger, longer) in itertools.pairwise(points):
@@ -174,7 +189,7 @@ class Transfer:
         """Return the transfer on this number of ranks."""
         there = self.sharded if self.sharded and ranks >= self.sharded_from else self
         encode_s = there.encode_s + there.divided_s / ranks
-        return replace(there, encode_s=encode_s, divided_s=0.0)
+        return replace(there, ready=self.ready, encode_s=encode_s, divided_s=0.0)
 
 
 class StepTime(NamedTuple):
@@ -229,7 +244,7 @@ def step_time(
         now = max(now, at) + taken
         decode_s += taken
     late_s = max(0.0, computed - compute.total_s)
-    exposed_s = now - computed - decode_s
+    exposed_s = max(0.0, now - computed - decode_s)  # of what is 0, rounding leaves less
     return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SMALLEST_ERROR = 1e-7  # of float32 rounding; a logarithmic axis has no 0
-
-
-def matplotlib_is_installed() -> bool:
-    """Return whether a figure can be drawn; imports nothing."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write(path: Path, measurements: Sequence[Measurement], title: str) -> None:

@@ -64,9 +64,7 @@ class RecipeSession:
         self, label: str, recipe: str, options: Mapping[str, Any], tensor: Tensor, other_grad: Array
     ) -> None:
         self.label = label
-        if "calibrate_steps" in RECIPES[recipe].options:
-            options = {**options, "calibrate_steps": 1}  # steps after the calibration are measured
-        options = {"warmup_steps": 0, **options}
+        options = of_usual_step(recipe, options)
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(policy.in_force().get("error_feedback"))
@@ -145,6 +143,13 @@ class RecipeSession:
     def _exchange(self, scheme: Scheme, grad: Array, state: OldState) -> Exchange:
         context = Context(_USUAL_STEP, 0, self._n_ranks)
         return scheme.exchange([self._tensor], [grad], state, context)
+
+
+def of_usual_step(recipe: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without a calibration, a warm-up, dense steps soon and nodes."""
+    usual = {"calibrate_steps": 1, "dense_every": 1_000_000, "ranks_per_node": 1}
+    known = {name: usual[name] for name in usual.keys() & {*RECIPES[recipe].options, *options}}
+    return {**options, **known, "warmup_steps": 0}
 
 
 def _start(exchange: Exchange, others: Sequence[Array | None]) -> tuple[Exchange, Round]:

@@ -35,7 +35,6 @@ import horovod.torch as hvd
 hvd.init()
 print({_MARK!r} + str(hvd.size()))
 """
-_INITIALIZE_TIMEOUT_S = 60  # the import has been done once by then
 _REBUILD = (
     "rebuild Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 pip install "
     "--no-cache-dir --force-reinstall --no-deps horovod==0.28.1, or make install in a clone"
@@ -85,7 +84,7 @@ def _horovod() -> Finding:
 def _one_process() -> Finding:
     """Return whether ``hvd.init()`` works without a launcher, where MPI may end the process."""
     topic = "one process"
-    answer = _ask(_INITIALIZE, "hvd.init()", _INITIALIZE_TIMEOUT_S)
+    answer = _ask(_INITIALIZE, "hvd.init()")
     if not answer.error:
         return Finding(topic, Level.OK, "hvd.init() works without a launcher")
     remedy = "start scripts by horovodrun -np 1"
@@ -95,15 +94,14 @@ def _one_process() -> Finding:
     return Finding(topic, Level.WARNING, found, remedy)
 
 
-def _ask(script: str, what: str = "the import", timeout_s: int | None = None) -> _Answer:
+def _ask(script: str, what: str = "the import") -> _Answer:
     """Return the answer that ``script`` prints; ``what``: its name in an error message."""
-    timeout_s = timeout_s or _TIMEOUT_S
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return _Answer(None, f"{what} did not end in {timeout_s} s")
+        return _Answer(None, f"{what} did not end in {_TIMEOUT_S} s")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK) and done.returncode == 0:
             return _Answer(json.loads(line.removeprefix(_MARK)), "")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,14 +16,18 @@ import numpy as np
 
 from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.kernels.threads import get_local_size, get_num_threads
+from horovod_fftcomp.monitor.parameter_hash import hash_bytes
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.simulation import simulate
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.check.finding import Finding, Level, told
+from horovod_fftcomp.tools.gradient_files import synthetic
 from horovod_fftcomp.types import Kernels
 from horovod_fftcomp.wire.counter_rng import random_words
 
 _NUMEL = 5000  # whole blocks and a partial one
+_USUAL = ("fp16", "topk", "fft", "dither")  # all that their trainings need is compiled, too
 _TOLERANCE = 1e-5  # of relative errors: two float32 transforms round differently
 PAYLOADS = Path(__file__).parent / "payloads.json"  # written by ``make recipe``
 _WRITABLE = "export NUMBA_CACHE_DIR=FOLDER, a folder that you can write to"
@@ -64,14 +68,22 @@ def _bad_kernels() -> Iterator[Finding]:
         yield Finding("kernels", Level.FAIL, told(error), remedy)
         return
     for name in RECIPES:
-        if isinstance(get_scheme(name), Allgather):
-            try:
-                difference = _difference(name)
-            except Exception as error:
-                difference = told(error)
-            if difference:
-                remedy = "install tested versions of numpy and numba; if that fails, report it"
-                yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
+        try:
+            difference = _difference(name) if isinstance(get_scheme(name), Allgather) else ""
+            if name in _USUAL:
+                _train(name)
+        except Exception as error:
+            difference = told(error)
+        if difference:
+            remedy = "install tested versions of numpy and numba; if that fails, report it"
+            yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
+
+
+def _train(recipe: str) -> None:
+    """Exchange gradients as two steps of a training: of small tensors, and with residuals."""
+    grads = np.reshape(synthetic(_NUMEL, 4).steps, (2, 2, _NUMEL))
+    for step in simulate(recipe, grads):
+        hash_bytes(step.average)  # as the replica check does
 
 
 def _difference(name: str) -> str:
@@ -93,31 +105,23 @@ def payload_of(name: str, **kernels: Kernels) -> dict[str, Any]:
     codec: Any = getattr(get_scheme(name), "codec")  # noqa: B009
     payload = codec.encode(grad, **kernels)
     lost = np.linalg.norm(codec.decode(payload, **kernels).astype(np.float64) - grad)
-    return {
-        "sha256": hashlib.sha256(payload.tobytes()).hexdigest()[:16],
-        "error": float(lost / np.linalg.norm(grad.astype(np.float64))),
-    }
+    error = float(lost / np.linalg.norm(grad.astype(np.float64)))
+    return {"sha256": hashlib.sha256(payload.tobytes()).hexdigest()[:16], "error": error}
 
 
 def _cache() -> Finding:
     """Return whether later processes will find the compiled kernels."""
-    folders = sorted(
-        {
-            kernel.stats.cache_path
-            for name, module in list(sys.modules.items())
-            if name.startswith("horovod_fftcomp.kernels.")
-            for kernel in vars(module).values()
-            if getattr(getattr(kernel, "stats", None), "cache_path", None)
-        }
-    )
-    found = ", ".join(folders) or "none"
-    for folder in folders:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            return Finding("kernel cache", Level.WARNING, told(error), _WRITABLE)
+    compiled = vars(importlib.import_module("horovod_fftcomp.kernels.cpu.sparse")).values()
+    paths = (getattr(getattr(each, "stats", None), "cache_path", None) for each in compiled)
+    folder = next(filter(None, paths), None)  # of all kernels
+    if folder is None:
+        return Finding("kernel cache", Level.OK, "none")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return Finding("kernel cache", Level.WARNING, told(error), _WRITABLE)
     wanted = os.environ.get("NUMBA_CACHE_DIR")
-    if wanted and not all(Path(folder).is_relative_to(wanted) for folder in folders):
-        found = f"{found}, since NUMBA_CACHE_DIR={wanted} cannot be written"
+    if wanted and not Path(folder).is_relative_to(wanted):
+        found = f"{folder}, since NUMBA_CACHE_DIR={wanted} cannot be written"
         return Finding("kernel cache", Level.WARNING, found, _WRITABLE)
-    return Finding("kernel cache", Level.OK, found)
+    return Finding("kernel cache", Level.OK, folder)

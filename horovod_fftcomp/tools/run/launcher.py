@@ -62,6 +62,15 @@ def launched_size() -> int:
     return _first_of(["WORLD_SIZE"] if is_torchrun() else _SIZE_VARIABLES) or 1
 
 
+def tell_torchrun(command: str, status: int, why: str) -> None:
+    """Let the report with which torchrun ends say why this rank ends with an exit status."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = f"none, as nothing has crashed: {command} ends with status {status}: {why}"
+        message = {"message": told, "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
 def _first_of(names: Sequence[str]) -> int | None:
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
 

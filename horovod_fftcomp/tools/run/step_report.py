@@ -16,6 +16,7 @@ _WARM_UP = 3
 # Blocks to pair with those of another job: long enough to leave single slow steps out of a median.
 _BLOCK_STEPS, _MOST_BLOCKS = 5, 40
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
+_NOTHING = dict.fromkeys(_SUMMED, 0.0)
 
 
 class _EndedTraining(NamedTuple):
@@ -25,7 +26,7 @@ class _EndedTraining(NamedTuple):
     timed: Callable[[], Any]
     compressors: Sequence[Callable[[], Any]]  # weak references
     closed_at: list[float]
-    before: dict[str, float]
+    before: list[dict[str, float]]
 
 
 class StepReport:
@@ -43,7 +44,7 @@ class StepReport:
         self._compressors: list[Any] = []
         self.timed: Any = None
         self._closed_at: list[float] = []
-        self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
+        self._before: list[dict[str, float]] = [_NOTHING]  # sums before steps that count
         self._later: list[Any] = []  # compressors made since the timed one has taken steps
         self._earlier: list[_EndedTraining] = []
 
@@ -62,7 +63,7 @@ class StepReport:
             timed, figures = weakref.ref(self.timed), self._figures()
             self._earlier.append(_EndedTraining(figures, timed, own, self._closed_at, self._before))
             self._compressors, self._later, self._closed_at = self._later, [], []
-            self._before, self.timed = dict.fromkeys(_SUMMED, 0), compressor
+            self._before, self.timed = [_NOTHING], compressor
         elif compressor not in self._compressors:
             self._go_on_with(compressor)
         if self.timed is None:
@@ -70,8 +71,8 @@ class StepReport:
         if compressor is not self.timed:
             return
         self._closed_at.append(time.perf_counter())
-        if len(self._closed_at) == self._n_left_out():
-            self._before = self._so_far()
+        if len(self._closed_at) in (self._n_dense(), self._n_dense() + _WARM_UP):
+            self._before.append(self._so_far())
         n_steps = len(self._closed_at) + sum(one.figures["steps"] for one in self._earlier)
         if self._ended is not None and n_steps == self._n_steps:
             self._ended()
@@ -98,7 +99,7 @@ class StepReport:
         """Return the figures of this rank's steps, as JSON values.
 
         ``steps``: number of steps; if 0, there is no other key. All other figures leave the dense
-        steps of the compressor's start and three more out, if others follow. ``step_s``: median
+        steps of the compressor's start out, and three more, if others follow. ``step_s``: median
         time from the end of one step to the end of the next; ``step_spread``: see
         ``cost_model.spread``; ``blocks_s``: medians of blocks of equally many steps in a row, at
         most 40. Bytes and seconds of ``stats``: means of a step, summed over all compressors.
@@ -114,13 +115,13 @@ class StepReport:
         steps = int(found["steps"])
         if not steps:
             return {"steps": 0}
-        before = self._before if steps > self._n_left_out() else dict.fromkeys(_SUMMED, 0)
+        before = [sums for sums in self._before if sums["steps"] < steps][-1]
         counted = steps - before["steps"]
         means = {key: (found[key] - before[key]) / counted for key in _SUMMED}
         times = self._times_s()
         return means | {
             "steps": steps,
-            "warmup_steps": getattr(self.timed, "warmup_steps", 0),
+            "warmup_steps": self._n_dense(),
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
             "blocks_s": _medians_of_blocks(times),
@@ -132,11 +133,12 @@ class StepReport:
     def _times_s(self) -> list[float]:
         """Return the seconds of the steps that count; empty for fewer than two steps."""
         times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
-        return times[self._n_left_out() - 1 :] or times
+        n_dense = self._n_dense()
+        return times[n_dense + _WARM_UP - 1 :] or times[max(0, n_dense - 1) :] or times
 
-    def _n_left_out(self) -> int:
-        """Return the number of first steps that do not count if others follow."""
-        return _WARM_UP + getattr(self.timed, "warmup_steps", 0)
+    def _n_dense(self) -> int:
+        """Return the number of dense steps of the warm-up."""
+        return int(getattr(self.timed, "warmup_steps", 0))
 
 
 def _medians_of_blocks(times: Sequence[float]) -> list[float]:
