@@ -12,7 +12,7 @@ from horovod.common import process_sets  # shared by its frameworks
 
 from horovod_fftcomp.adapter import horovod_internals
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import no_answer
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks

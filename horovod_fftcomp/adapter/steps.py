@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,13 @@ class StepDriver:
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return {"check_s": self._replicas.seconds}
+        timed = getattr(self, "pipeline", self)  # without one a driver has these itself
+        names = ("encode_hidden_s", "encode_wait_s", "wait_s")
+        return {"check_s": self._replicas.seconds, **{n: getattr(timed, n) for n in names}}
+
+    def may_wait(self, running: Collection[CodeType]) -> bool:
+        """Return False if no thread can be in a step; ``running``: code objects they are in."""
+        return True  # a step is under way until its last gradient is finished
 
     def loss_scale(self) -> float:
         """Return the present loss scale: that of PyTorch's ``GradScaler``, 1 without one."""

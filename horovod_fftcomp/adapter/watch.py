@@ -28,8 +28,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, ranges
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, no_answer, ranges
 
 _LOOK_S, _TELL_S = 0.25, 1.0
 _RANKS_PER_S = 64  # more would keep the first rank's thread busy

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.tensorflow import horovod_internals

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod

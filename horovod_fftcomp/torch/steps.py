@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
-from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
+from horovod_fftcomp.engine.overlap import Pipeline, Slot
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError, warn
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
-from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.gradients import GradientContext, StepGradients
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 
@@ -59,11 +57,10 @@ class TorchStepDriver(steps.StepDriver):
         self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         connection, engine = parts.connection, parts.engine
-
-        def send(round_: Round, bucket: int, number: int) -> Pending:
-            return connection.send(round_, f"{name}.{bucket}.{number}", parts.process_set)
-
-        self.pipeline = StepPipeline(engine, send, parts.settings.timeout_s)
+        self._sums: dict[int, list[Any]] = {}  # of this step, by bucket
+        done, timeout_s = self._sums.__setitem__, parts.settings.timeout_s
+        where = connection.send, name, parts.process_set
+        self.pipeline = Pipeline(engine, *where, done, timeout_s)
         connection.watch.follow(self, parameters.names)
         # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
         self._gathers = gathers
@@ -90,18 +87,6 @@ class TorchStepDriver(steps.StepDriver):
         """Return the numbers of the parameters whose gradients have not come in this step."""
         seen = set(list(self._gradients.seen))  # copied, since it grows meanwhile
         return [c.number for c in self._gradients.contexts if c.number not in seen]
-
-    def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return True: a step is under way until its last gradient is finished."""
-        return True
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return super().times() | {
-            "encode_hidden_s": self.pipeline.encode_hidden_s,
-            "encode_wait_s": self.pipeline.encode_wait_s,
-            "wait_s": self.pipeline.wait_s,
-        }
 
     # Horovod calls these two for each gradient. What is needed once for a step or a bucket is in
     # other methods, so that a gradient in the order of the last step costs these two calls alone.
@@ -272,14 +257,15 @@ class TorchStepDriver(steps.StepDriver):
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
 
     def _take_sums(self) -> None:
-        """Take the buckets' sums from the engine, for the gradients that are to be returned."""
-        sums = self._engine.take_sums()
+        """Take the buckets' sums, for the gradients that are to be returned."""
         for context in self._gradients.seen.values():
             if context.slot is not None and context.grad is not None:
                 if context.grad._version != context.version and not self._warned_of_change:
                     self._warn_of_change(context.name)
                 bucket, position = context.slot
-                context.total = torch.as_tensor(sums[bucket][position]).view(context.grad.shape)
+                total = torch.as_tensor(self._sums[bucket][position])
+                context.total = total.view(context.grad.shape)
+        self._sums.clear()
 
     def _warn_of_change(self, name: str) -> None:
         self._warned_of_change = True
@@ -342,6 +328,7 @@ class TorchStepDriver(steps.StepDriver):
         self._gradients.abandon()
         self._arrived = [{} for _ in self._arrived]
         self.pipeline.abandon()
+        self._sums.clear()
         super().abandon()
         self._opened = self._finished = False
         self._n_pending, self._bad = 0, {}

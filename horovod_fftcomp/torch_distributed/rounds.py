@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
-from horovod_fftcomp.adapter.stalls import ranges
+from horovod_fftcomp.adapter.stalls import no_answer, ranges
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
-from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round

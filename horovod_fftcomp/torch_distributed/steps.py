@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import CodeType
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,11 @@ from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
-from horovod_fftcomp.engine.overlap import Pending, Slot
+from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline, Slot
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
-from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
-from horovod_fftcomp.torch_distributed.worker import Inline, Worker
+from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than the
@@ -80,9 +79,9 @@ class DDPStepDriver(steps.StepDriver):
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._scale = 1.0 / parts.engine.world_size
-        self._pipeline = OrderedPipeline(
-            parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
-        )
+        where = self._connection.send, self._name, self._set
+        timeout_s = parts.settings.timeout_s
+        self.pipeline = Pipeline(parts.engine, *where, self._deliver, timeout_s, is_ordered=True)
         self._worker: Worker | Inline = Inline()
         self._on_streams = setup.is_under_way is not None
         self._is_under_way = setup.is_under_way or (lambda: False)
@@ -93,8 +92,6 @@ class DDPStepDriver(steps.StepDriver):
             [parameters.names.index(tensor.name) for tensor in bucket.tensors]
             for bucket in parts.engine.buckets
         ]
-        self._computes = False
-        self._hidden_s = self._encoded_s = 0.0  # up to now; up to the last step
         self._reset()
         parts.connection.watch.follow(self, parameters.names)
 
@@ -113,9 +110,9 @@ class DDPStepDriver(steps.StepDriver):
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""
         arrival = Arrival(bucket.buffer(), self._numbers.gradients(bucket), bucket.is_last())
+        self.pipeline.last_came = time.perf_counter()
         self._submit(arrival, bucket.index() == 0)
         if arrival.is_last:
-            self._hidden_s += self._engine.costs.encode_s - self._encoded_s
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
         return arrival.future
 
@@ -153,7 +150,6 @@ class DDPStepDriver(steps.StepDriver):
                     self.thrown_away.end(number, arrival.gradients[number])
         finally:  # whoever frees gradients or state now must not give their memory away too early
             self._stream.join()
-        self._encoded_s = self._engine.costs.encode_s
         self._reset()
         self._note_closed()
 
@@ -172,16 +168,8 @@ class DDPStepDriver(steps.StepDriver):
         self._worker.submit(lambda: None).result()
         self._stream.join()
         super().abandon()
-        self._pipeline.abandon()
+        self.pipeline.abandon()
         self._reset()
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return super().times() | {
-            "encode_hidden_s": self._hidden_s,
-            "encode_wait_s": self._engine.costs.encode_s - self._hidden_s,
-            "wait_s": self._pipeline.wait_s,
-        }
 
     # Called in the watch's thread.
 
@@ -192,16 +180,12 @@ class DDPStepDriver(steps.StepDriver):
         if not self._inside and not self._broken_by and self._is_under_way():
             # The host has launched the last step and goes on, the GPU waits for other ranks.
             step, inside, counts = step - 1, True, (len(self._names), 0)
-        return Progress(step, *counts, inside, self._computes, doing=f"step {step}")
+        busy = self.pipeline.is_computing
+        return Progress(step, *counts, inside, busy, doing=f"step {step}")
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
         return [number for number in range(len(self._names)) if number not in self._arrivals]
-
-    def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return True: a step is under way until its last gradient is finished."""
-        del running
-        return True
 
     # Called in the worker's thread.
 
@@ -242,8 +226,9 @@ class DDPStepDriver(steps.StepDriver):
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
-                self._start(slot.bucket)
-        self._pipeline.poll()
+                self._arrived[slot.bucket] = {}
+                self.pipeline.start(slot.bucket, arrived)
+        self.pipeline.advance()
         if arrival.is_last:
             self._finish()
 
@@ -266,17 +251,9 @@ class DDPStepDriver(steps.StepDriver):
         where = self._engine.device, self._optimized.read_in_place
         self._replicas.begin(self._engine.step, *where, self._is_perturbed())
 
-    def _start(self, bucket: int) -> None:
-        arrived, self._arrived[bucket] = self._arrived[bucket], {}
-        self._computes = True  # the first call compiles kernels
-        try:
-            self._pipeline.start(bucket, [arrived[index] for index in range(len(arrived))])
-        finally:
-            self._computes = False
-
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
-        self._pipeline.finish()
+        self.pipeline.finish()
         for pending, dense in self._dense:
             self._deliver_dense(pending.wait(self._settings.timeout_s), dense)
 
@@ -367,11 +344,4 @@ class DDPStepDriver(steps.StepDriver):
         self._returned += 1
 
     def _send(self, round_: Round, what: str) -> Pending:
-        computes, self._computes = self._computes, False  # the host may wait for sizes
-        try:
-            return self._connection.send(round_, f"{self._name}.{what}", self._set)
-        finally:
-            self._computes = computes
-
-    def _send_bucket(self, round_: Round, bucket: int, number: int) -> Pending:
-        return self._send(round_, f"{bucket}.{number}")
+        return self._connection.send(round_, f"{self._name}.{what}", self._set)

@@ -32,19 +32,6 @@ class Worker:
         return future
 
 
-class Inline:
-    """The same interface without a thread: ``submit`` runs a function before it returns."""
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Return the future of ``function(*arguments)``, which has run."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # whoever waits for the future raises it
-            future.set_exception(error)
-        return future
-
-
 def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         future, function, arguments = task
