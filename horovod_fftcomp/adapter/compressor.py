@@ -40,6 +40,12 @@ from horovod_fftcomp.recipes import SECOND
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
 
+# Of ``stats``, in their order.
+FIGURES = (
+    "steps dense_nbytes sent_nbytes received_nbytes inside_nbytes ratio encode_s encode_hidden_s "
+    "encode_wait_s wait_s decode_s check_s relative_error total_error similarity skipped_steps "
+    "collectives density choices"
+).split()
 # Every rank makes its compressors in the same order, so equal numbers denote the same compressor.
 _numbers = itertools.count()
 
@@ -180,34 +186,18 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs, times = self._engine.costs, self._steps.times()
-        sent = costs.sent_nbytes + self._steps.other_nbytes
-        ratio = self._steps.dense_nbytes / sent if sent else math.nan
+        steps, costs = self._steps, self._engine.costs
+        sent = costs.sent_nbytes + steps.other_nbytes
+        ratio = steps.dense_nbytes / sent if sent else math.nan
         choices = self._engine.choices()
         if choices:  # others were in force before
             numel = sum(math.prod(shape) for _, shape in self._tensors)
             ratio = 4 * numel / max(1, sum(self._sent_nbytes()))
-        return {
-            "steps": self._steps.count,
-            "dense_nbytes": self._steps.dense_nbytes,
-            "sent_nbytes": sent,
-            "received_nbytes": costs.received_nbytes,
-            "inside_nbytes": costs.inside_nbytes,
-            "ratio": ratio,
-            "encode_s": costs.encode_s,
-            "encode_hidden_s": times["encode_hidden_s"],
-            "encode_wait_s": times["encode_wait_s"],
-            "wait_s": times["wait_s"],
-            "decode_s": costs.decode_s,
-            "check_s": times["check_s"],
-            "relative_error": costs.relative_error,
-            "total_error": costs.total_error,
-            "similarity": costs.similarity,
-            "skipped_steps": costs.skipped_steps,
-            "collectives": costs.collectives,
-            "density": self._policy.density(self._engine.step),
-            "choices": {name: choice.words for name, choice in choices.items()},
-        }
+        known = vars(costs) | steps.times() | {"sent_nbytes": sent, "ratio": ratio}
+        known |= {"steps": steps.count, "dense_nbytes": steps.dense_nbytes}
+        known["density"] = self._policy.density(self._engine.step)
+        known["choices"] = {name: choice.words for name, choice in choices.items()}
+        return {figure: known[figure] for figure in FIGURES}
 
     def residual(self, name: str) -> Any:
         """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
@@ -449,6 +439,8 @@ class Compressor:
             self._listeners,
             settings,
             self._set,
+            name,
+            self._slots,
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
-from horovod_fftcomp.adapter.watch import Watch, await_shutdown
+from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.schemes import Round
@@ -73,15 +73,8 @@ class _WatchedRound:
         try:
             return self._pending.wait(max(timeout_s, self._watch.limit_s))
         except Exception:
-            _check(self._watch)
+            self._watch.check()
             raise
-
-
-def _check(watch: Watch) -> None:
-    """Raise ConfigMismatchError if the watch has ended the job."""
-    if watch.failure:
-        await_shutdown()
-        raise ConfigMismatchError(watch.failure)
 
 
 class Connection:
@@ -157,12 +150,8 @@ class Connection:
         try:
             return _WatchedRound(self._start(round_, name, process_set), self.watch)
         except ConfigMismatchError:
-            _check(self.watch)
+            self.watch.check()
             raise
-
-    def check(self) -> None:
-        """Raise ConfigMismatchError if the watch has ended the job."""
-        _check(self.watch)
 
     def start_handshake(
         self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
@@ -237,7 +226,7 @@ class Connection:
 
     def gather(self, call: str, value: object) -> list[Any]:
         """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
-        self.check()
+        self.watch.check()
         self._compare_number(self._set)
         which = call if self._by_order else next(self._agreements)
         name = f"{self._name}.agreement.{which}"

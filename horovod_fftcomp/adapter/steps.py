@@ -12,6 +12,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
@@ -22,7 +23,8 @@ class Parts(NamedTuple):
     """Objects of a compressor that its step driver uses.
 
     ``listeners`` are called when a step has been closed; see ``Compressor.on_step``. ``recorder``
-    records the compressed tensors' gradients of some steps.
+    records the compressed tensors' gradients of some steps. ``name``: the compressor's; ``slots``:
+    each tensor's slot in the buckets; None if it is sent dense.
     """
 
     engine: Engine
@@ -32,6 +34,8 @@ class Parts(NamedTuple):
     listeners: Sequence[Callable[[], None]]
     settings: Settings
     process_set: Any
+    name: str
+    slots: Sequence[Slot | None]
 
 
 class StepDriver:
@@ -45,7 +49,7 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._connection, self._replicas, self._recorder = parts[:4]
-        self._listeners, self._settings, self._set = parts[4:]
+        self._listeners, self._settings, self._set, self._name, self._slots = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step

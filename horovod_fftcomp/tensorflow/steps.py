@@ -62,7 +62,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: TensorFlowStepDriver, *arguments: Any) -> Any:
         with self.lock, ieee_arithmetic():
-            self._connection.check()
+            self._connection.watch.check()
             self.check_unbroken()
             self._is_busy = True
             try:

@@ -33,9 +33,7 @@ class TorchStepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
     ``join(begins)`` is called before gradients that are not expected, until the ranks are connected
-    and when a step ``begins``. ``slots``: each parameter's slot in the buckets; None if it is sent
-    dense. ``gathers``: whether steps have collectives other than allreduces. ``name``: the
-    compressor's.
+    and when a step ``begins``. ``gathers``: whether steps have collectives other than allreduces.
     """
 
     _TO_CONTINUE = "one into the optimizer"
@@ -46,12 +44,10 @@ class TorchStepDriver(steps.StepDriver):
         parameters: Parameters,
         optimized: OptimizedParameters,
         join: Callable[[bool], None],
-        slots: Sequence[Slot | None],
         gathers: bool,
-        name: str,
     ) -> None:
         super().__init__(parts)
-        self._gradients = StepGradients(parameters, slots)
+        self._gradients = StepGradients(parameters, parts.slots)
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
         self._ranks = parts.process_set.ranks
@@ -59,7 +55,7 @@ class TorchStepDriver(steps.StepDriver):
         connection, engine = parts.connection, parts.engine
         self._sums: dict[int, list[Any]] = {}  # of this step, by bucket
         done, timeout_s = self._sums.__setitem__, parts.settings.timeout_s
-        where = connection.send, name, parts.process_set
+        where = connection.send, self._name, self._set
         self.pipeline = Pipeline(engine, *where, done, timeout_s)
         connection.watch.follow(self, parameters.names)
         # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
@@ -115,7 +111,10 @@ class TorchStepDriver(steps.StepDriver):
                 self._start(bucket)
         self.other_nbytes += sent.nbytes
         if self._opens_early or self.pipeline.encoding or self.pipeline.inner:
-            self._advance()
+            if not self._opened and self._connection.can_open():
+                self._open()
+            if self._opened:  # all ranks have begun this step
+                self.pipeline.advance()
         return sent, context
 
     def finish_gradient(
@@ -175,13 +174,6 @@ class TorchStepDriver(steps.StepDriver):
             )
         return arrays.flat_in_place(grads)
 
-    def _advance(self) -> None:
-        """Carry on with the buckets of this step, without waiting, if all ranks have begun it."""
-        if not self._opened and self._connection.can_open():
-            self._open()
-        if self._opened:
-            self.pipeline.advance()
-
     def _warn_of_move(self, place: torch.device) -> None:
         self._made_on.add(place)
         warn(
@@ -225,20 +217,21 @@ class TorchStepDriver(steps.StepDriver):
 
     def _open(self) -> None:
         """Wait until all ranks have begun this step; then start the replica check."""
-        if not self._opened:
-            self._connection.open()
-            self._opened, self._opens_early = True, False
-            in_place = self._optimized.read_in_place
-            self._replicas.begin(self._engine.step, self._engine.device, in_place)
+        self._connection.open()
+        self._opened, self._opens_early = True, False
+        in_place = self._optimized.read_in_place
+        self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
     def _finish(self) -> None:
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
-        self._check()
+        if self._broken_by or self._connection.watch.failure:
+            self._check()
         try:
             for bucket, arrived in enumerate(self._arrived):
                 if arrived:  # with zeros for the others; without any it is not exchanged
                     self._start(bucket)
-            self._open()
+            if not self._opened:
+                self._open()
             self.pipeline.finish()
             self._connection.leave_together()
             self._end_record(self._engine.step)
@@ -276,7 +269,7 @@ class TorchStepDriver(steps.StepDriver):
         )
 
     def _check(self) -> None:
-        self._connection.check()
+        self._connection.watch.check()
         self.check_unbroken()
 
     def _begins(self) -> bool:

@@ -84,10 +84,9 @@ class DistributedCompressor(TensorCompressor):
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)
         is_under_way = None if self._streams is None else self._streams.is_under_way
-        told = name, stream, optimized, self._is_perturbed, is_under_way
-        setup = Setup(self._exchanged, self._connect, self._slots, *told)
-        self._steps = self._make_steps(parts, setup)
-        note_exchanged(trainable, self._slots, self._engine)
+        told = stream, optimized, self._is_perturbed, is_under_way
+        self._steps = self._make_steps(parts, Setup(self._exchanged, self._connect, *told))
+        note_exchanged(trainable, parts.slots, self._engine)
         self._await_optimizer(always=True)
 
     def _make_streams(

@@ -18,7 +18,7 @@ from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
-from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline, Slot
+from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
@@ -40,8 +40,6 @@ class Setup(NamedTuple):
 
     parameters: Parameters
     connect: Callable[[], None]
-    slots: Sequence[Slot | None]
-    name: str
     stream: SideStream
     optimized: OptimizedParameters
     is_perturbed: Callable[[], bool]
@@ -73,8 +71,7 @@ class DDPStepDriver(steps.StepDriver):
 
     def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        parameters, self._connect, self._slots, self._name, self._stream = setup[:5]
-        self._optimized, self._is_perturbed = setup.optimized, setup.is_perturbed
+        parameters, self._connect, self._stream, self._optimized, self._is_perturbed, _ = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
@@ -122,7 +119,7 @@ class DDPStepDriver(steps.StepDriver):
         self._close()
 
     def _submit(self, arrival: Arrival, begins: bool) -> None:
-        self._connection.check()
+        self._connection.watch.check()
         if begins or not self._inside:
             self.check_unbroken()  # else the end of the backward pass raises the error itself
         if begins and self._inside:
