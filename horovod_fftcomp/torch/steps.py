@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,23 +156,20 @@ class TorchStepDriver(steps.StepDriver):
     def _start(self, bucket: int) -> None:
         """Start a bucket's exchange with the gradients that have come."""
         arrived, self._arrived[bucket] = self._arrived[bucket], {}
-        flat = dict(zip(arrived, self._flat(arrived.values()), strict=True))
-        self.pipeline.start(bucket, flat)
-        self._record(bucket, flat)
-
-    def _flat(self, grads: Collection[torch.Tensor | None]) -> Sequence[Any]:
-        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
-        places = {grad.device for grad in grads if grad is not None}
+        places = {grad.device for grad in arrived.values() if grad is not None}
         if self._place is None:
             for place in places - self._made_on:
                 self._warn_of_move(place)
-            return arrays.flat_float32(grads)
-        if others := places - {self._place}:
+        elif others := places - {self._place}:
             raise UnsupportedError(
                 f"a gradient is on {others.pop()}, but the compressor was made of a model on "
                 f"{self._place}; make it after the model has been moved"
             )
-        return arrays.flat_in_place(grads)
+        grads = arrays.flat_float32(arrived.values(), in_place=self._place is not None)
+        flat = dict(zip(arrived, grads, strict=True))
+        self.pipeline.start(bucket, flat)
+        if self._recorded is not None:
+            self._record(bucket, flat)
 
     def _warn_of_move(self, place: torch.device) -> None:
         self._made_on.add(place)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
@@ -41,6 +42,10 @@ _PATIENCE_S = 5.0  # how long an exit waits for threads to look
 _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
+
+# A collective: its work, None if nothing is sent; its output; data that are kept until it ends.
+Started: TypeAlias = tuple[Any, Callable[[], torch.Tensor], torch.Tensor]
+SizesOf: TypeAlias = Callable[[Sequence[int]], Array]  # those of every rank, given this rank's
 
 _under_way: set[Any] = set()  # collectives for which threads wait
 _parking = threading.Event()
@@ -141,6 +146,26 @@ class RankGroup:
         """Return True: only ranks that take part have this object."""
         return True
 
+    def reduce(self, total: torch.Tensor) -> Any:
+        """Start to replace ``total`` by its sum over ranks."""
+        return self.sums.allreduce([total])
+
+    def broadcast(self, output: torch.Tensor, root: int) -> Any:
+        """Start to replace ``output`` by that of the rank with index ``root``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.sums.broadcast([output], options)
+
+    def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
+        """Start to gather every rank's ``own`` in ``rows``."""
+        return self.gathers.allgather([list(rows)], [own])
+
+    def exchange(
+        self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]
+    ) -> Any:
+        """Start to send a part of ``data`` to each rank; ``sizes`` come from each."""
+        return self.gathers.alltoall_base(output, data, sizes, splits)
+
     def sizes(self, name: str, own: Sequence[int]) -> Array:
         """Return every rank's sizes, int64 ``[ranks, sizes]``; ``name`` must be equal.
 
@@ -238,9 +263,14 @@ def node_groups(
 
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
-    data = torch.from_numpy(fetched())
-    collective = _COLLECTIVES[round_.collective]
-    return _or_mismatch(name, lambda: collective(data, round_, name, group).numpy())
+    def completed() -> Array:
+        data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
+        work, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
+        if work is not None:
+            _wait_for(work)
+        return output().numpy()
+
+    return _or_mismatch(name, completed)
 
 
 def _or_mismatch(name: str, collective: Callable[[], Array]) -> Array:
@@ -254,47 +284,43 @@ def _or_mismatch(name: str, collective: Callable[[], Array]) -> Array:
         ) from error
 
 
-def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
-    """Return all ranks' data. Gloo gathers equal sizes only, so shorter data are padded."""
-    n_ranks = group.size()
-    sizes = group.sizes(name, [data.numel()] * n_ranks)[:, 0].tolist()
-    longest = max(sizes)
-    rows = data.new_empty(n_ranks, longest)
-    if longest:
-        missing = longest - data.numel()
-        padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-        _wait_for(group.gathers.allgather([list(rows)], [padded]))
-    if min(sizes) == longest:
-        return rows.reshape(-1)
-    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-
-def _reduced(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
+def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     total = data if round_.in_place else data.clone()
-    if total.numel():
-        _wait_for(group.sums.allreduce([total]))
-    return total
+    return group.reduce(total) if total.numel() else None, lambda: total, data
 
 
-def _broadcast(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
+def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     output = data.clone()
-    if output.numel():
-        options = dist.BroadcastOptions()
-        options.rootRank = round_.root
-        _wait_for(group.sums.broadcast([output], options))
-    return output
+    work = group.broadcast(output, round_.root) if output.numel() else None
+    return work, lambda: output, data
 
 
-def _exchanged(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
-    to_each = group.sizes(name, round_.splits)
+def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+    to_each = sizes_of(round_.splits)
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
-    if to_each.any():
-        _wait_for(group.gathers.alltoall_base(output, data, sizes, list(round_.splits)))
-    return output
+    if not to_each.any():
+        return None, lambda: output, data
+    return group.exchange(output, data, sizes, list(round_.splits)), lambda: output, data
 
 
-_COLLECTIVES: Mapping[str, Callable[[torch.Tensor, Round, str, RankGroup], torch.Tensor]] = {
+def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+    """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded."""
+    sizes = sizes_of([data.numel()] * group.size())[:, 0].tolist()
+    longest = max(sizes)
+    rows = data.new_empty(group.size(), longest)
+    missing = longest - data.numel()
+    padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
+
+    def output() -> torch.Tensor:
+        if min(sizes) == longest:
+            return rows.view(-1)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+    return group.gather(rows, padded) if longest else None, output, padded
+
+
+STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, SizesOf], Started]] = {
     "allgather": _gathered,
     "allreduce": _reduced,
     "alltoall": _exchanged,

@@ -214,7 +214,9 @@ class DDPStepDriver(steps.StepDriver):
         self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
         self._collect_dense(arrival)
         compressed = [number for number in grads if self._slots[number] is not None]
-        flat = dict(zip(compressed, self._flat([grads[n] for n in compressed]), strict=True))
+        on_gpu = self._engine.device is not None
+        values = arrays.flat_float32([grads[n] for n in compressed], in_place=on_gpu)
+        flat = dict(zip(compressed, values, strict=True))
         unused = self._unused_everywhere(flat) if self._keeps_unused else ()
         for number, values in flat.items():
             slot = self._slots[number]
@@ -253,11 +255,6 @@ class DDPStepDriver(steps.StepDriver):
         self.pipeline.finish()
         for pending, dense in self._dense:
             self._deliver_dense(pending.wait(self._settings.timeout_s), dense)
-
-    def _flat(self, grads: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
-        on_gpu = self._engine.device is not None
-        return arrays.flat_in_place(grads) if on_gpu else arrays.flat_float32(grads)
 
     def _unused_everywhere(self, flat: Mapping[int, Any]) -> set[int]:
         """Return the numbers of the parameters whose gradients are zero on all ranks.
