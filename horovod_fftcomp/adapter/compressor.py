@@ -431,17 +431,9 @@ class Compressor:
         settings, member = self._settings, self._set.included()
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        return Parts(
-            self._engine,
-            self._connection,
-            ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
-            self._recorder,
-            self._listeners,
-            settings,
-            self._set,
-            name,
-            self._slots,
-        )
+        check = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
+        parts = self._engine, self._connection, check, self._recorder, self._listeners
+        return Parts(*parts, settings, self._set, name, self._slots)
 
     @property
     def _gathers(self) -> bool:
@@ -455,12 +447,7 @@ class Compressor:
     @property
     def _slots(self) -> list[Slot | None]:
         """Each tensor's slot in the buckets; None if it is in none."""
-        slots = {
-            tensor.name: Slot(number, index)
-            for number, bucket in enumerate(self._buckets)
-            for index, tensor in enumerate(bucket.tensors)
-        }
-        return [slots.get(tensor.name) for tensor in self._tensors]
+        return slots_of(self._tensors, self._buckets)
 
     def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
@@ -532,6 +519,16 @@ class Compressor:
                 f"tf.summary; got {type(scalars).__name__}"
             )
         return None if scalars is None else scalars.add_scalar
+
+
+def slots_of(tensors: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[Slot | None]:
+    """Return the slot of each of ``tensors`` in ``buckets``; None if it is in none."""
+    slots = {
+        tensor.name: Slot(number, index)
+        for number, bucket in enumerate(buckets)
+        for index, tensor in enumerate(bucket.tensors)
+    }
+    return [slots.get(tensor.name) for tensor in tensors]
 
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:

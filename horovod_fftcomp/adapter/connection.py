@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.watch import Watch
-from horovod_fftcomp.engine.overlap import Pending, Send
+from horovod_fftcomp.engine.overlap import Inline, Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
@@ -44,21 +45,6 @@ JOINED = (
     "TensorFlow: drop_remainder=True or steps_per_epoch), or use Compression.none with "
     "replica_check='off'"
 )
-
-
-class _EmptyRound:
-    """Result of a round in which this rank does not take part: empty, and complete at once."""
-
-    def __init__(self, round_: Round) -> None:
-        self._empty = round_.data[:0]
-
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, timeout_s: float) -> Array:
-        """Return an empty array."""
-        return self._empty
 
 
 class _WatchedRound:
@@ -143,8 +129,9 @@ class Connection:
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
         """Start a round of the present step, or of a call between two steps; see ``Send``."""
         if round_.among is not None:
-            if not round_.among:
-                return _EmptyRound(round_)
+            if not round_.among:  # this rank does not take part
+                nothing = Inline().submit(lambda: round_.data[:0])
+                return ThreadRound(nothing, name)
             process_set = self._groups[round_.among]
         name = f"{name}.{self._epoch}" if self._epoch else name
         try:

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,13 +24,13 @@ import torch.distributed as dist
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
-from horovod_fftcomp.adapter.stalls import no_answer, ranges
+from horovod_fftcomp.adapter.stalls import ranges
+from horovod_fftcomp.adapter.threads import ThreadRound, Worker
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks, node_size_of
-from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
 _NAME_NBYTES = 64
@@ -197,46 +196,23 @@ class NetworkThread:
         self._worker.submit(prepare)
         self._aborted = threading.Event()
 
-    def send(self, round_: Round, name: str, group: RankGroup) -> QueuedRound:
+    def send(self, round_: Round, name: str, group: RankGroup) -> ThreadRound:
         """Start a round without waiting; ``group``: its participants."""
-        device = None if is_on_host(round_.data) else self._device
-        fetched = device.fetch(round_.data) if device else lambda: round_.data
+        if self._device is None or is_on_host(round_.data):
+            output = self._worker.submit(_completed, lambda: round_.data, round_, name, group)
+            return ThreadRound(output, name, self._aborted)
+        fetched = self._device.fetch(round_.data)
         output = self._worker.submit(_completed, fetched, round_, name, group)
-        return QueuedRound(output, name, self._aborted, device)
+        return ThreadRound(output, name, self._aborted, self._device.upload)
 
-    def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> QueuedRound:
+    def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> ThreadRound:
         """Start to gather every rank's sizes, int64 ``[ranks, sizes]``; see ``RankGroup``."""
         output = self._worker.submit(_or_mismatch, name, lambda: group.sizes(name, own))
-        return QueuedRound(output, name, self._aborted, None)
+        return ThreadRound(output, name, self._aborted)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
         self._aborted.set()
-
-
-class QueuedRound:
-    """Round that was sent; ``device``: where its data were, None for the host."""
-
-    def __init__(
-        self, output: Future[Array], name: str, aborted: threading.Event, device: Device | None
-    ) -> None:
-        self._output, self._name, self._aborted, self._device = output, name, aborted, device
-        self.is_done = output.done
-
-    def wait(self, timeout_s: float) -> Any:
-        """Return the output: an array of NumPy, or of the device if the data were there.
-
-        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, if the network
-        was aborted, or if a rank has ended.
-        """
-        limit = time.monotonic() + timeout_s
-        while not self.is_done():
-            if self._aborted.is_set() or time.monotonic() > limit:
-                raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
-            with contextlib.suppress(TimeoutError):  # of this look
-                self._output.exception(min(timeout_s, _LOOK_S))
-        output = self._output.result()
-        return output if self._device is None else self._device.upload(output)
 
 
 def ranks_per_node(group: RankGroup) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.adapter.threads import Worker
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
@@ -22,7 +23,6 @@ from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
-from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than the
