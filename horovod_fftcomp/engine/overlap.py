@@ -144,9 +144,11 @@ class Pipeline:
         """
         try:
             while self.encoding or self._pending:
+                if self._is_ordered and self.inner:  # others wait for the next rounds: decode later
+                    self._receive(next(bucket for bucket in self._pending if bucket in self.inner))
+                    continue
                 self.advance(raises=True)
-                sent = self._pending.items()
-                done = (each for each, its in sent if each not in self.inner and its.is_done())
+                done = (bucket for bucket, sent in self._pending.items() if sent.is_done())
                 if (bucket := next(done, None)) is not None:
                     self._receive(bucket)
                 elif self.encoding:
@@ -155,14 +157,12 @@ class Pipeline:
                     self.encode_wait_s += time.perf_counter() - begin
                 elif self._pending:
                     self._receive(next(iter(self._pending)))
-        except BaseException:
+            for began, ended in self._spans:
+                hidden_s = max(0.0, min(ended, self.last_came) - began)
+                self.encode_hidden_s += hidden_s
+                self.encode_wait_s += ended - began - hidden_s if self._is_ordered else 0.0
+        finally:  # of an error, too
             self.abandon()
-            raise
-        for began, ended in self._spans:
-            hidden_s = max(0.0, min(ended, self.last_came) - began)
-            self.encode_hidden_s += hidden_s
-            self.encode_wait_s += ended - began - hidden_s if self._is_ordered else 0.0
-        self._spans, self._started = [], []
 
     def abandon(self) -> None:
         """Discard the running step; waits for an encoding that is being computed."""
