@@ -106,13 +106,13 @@ class StepDriver:
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
 
     def _record(self, bucket: int, arrived: Mapping[int, Any]) -> None:
-        """Copy gradients of a bucket, 1-D float32 by position, if this step is recorded."""
-        if self._recorded is not None:
-            for position, grad in arrived.items():
-                if grad is not None:
-                    tensor = self._engine.buckets[bucket].tensors[position]
-                    values = np.array(on_host(grad, self._engine.device))
-                    self._recorded[tensor.name] = values.reshape(tensor.shape)
+        """Copy gradients of a bucket, 1-D float32 by position, in a step that is recorded."""
+        assert self._recorded is not None
+        for position, grad in arrived.items():
+            if grad is not None:
+                tensor = self._engine.buckets[bucket].tensors[position]
+                values = np.array(on_host(grad, self._engine.device))
+                self._recorded[tensor.name] = values.reshape(tensor.shape)
 
     def _end_record(self, step: int) -> None:
         if self._recorder is not None and self._recorded:

@@ -161,33 +161,33 @@ class Pipeline:
                 hidden_s = max(0.0, min(ended, self.last_came) - began)
                 self.encode_hidden_s += hidden_s
                 self.encode_wait_s += ended - began - hidden_s if self._is_ordered else 0.0
-        finally:  # of an error, too
-            self.abandon()
+        finally:  # after an error the data of rounds that are under way must not be freed
+            self.abandon(keeps_rounds=True)
 
-    def abandon(self) -> None:
+    def abandon(self, keeps_rounds: bool = False) -> None:
         """Discard the running step; waits for an encoding that is being computed."""
         for encoding in self.encoding.values():
             encoding.cancel()
         wait(self.encoding.values())
-        self.encoding, self._pending, self.inner = {}, {}, set()
-        self._spans, self._started = [], []
+        self.encoding, self._spans, self._started = {}, [], []
+        if not keeps_rounds:
+            self._pending, self.inner = {}, set()
 
     def _receive(self, bucket: int) -> None:
         """Wait for a bucket's round; decode if it is the last one, else start the next encoding."""
         begin = time.perf_counter()
         output = self._pending.pop(bucket).wait(self._timeout_s)
         self.wait_s += time.perf_counter() - begin
-        is_last = bucket not in self.inner
         self.inner.discard(bucket)
         self._number[bucket] += 1
-        self._compute(bucket, output, is_last)
+        self._compute(bucket, output)
 
-    def _compute(self, bucket: int, data: Grads | Array, is_last: bool = False) -> None:
+    def _compute(self, bucket: int, data: Grads | Array) -> None:
         """Compute what a bucket sends next, in the worker if there is one, or its sums."""
         work = self._engine.prepare(bucket, data)
         self._computes = True  # the first call compiles kernels; GPU work is only launched
         try:
-            if self._worker is None or is_last:
+            if self._worker is None or self._number[bucket] == self._engine.n_rounds[bucket]:
                 work.run()
             elif self._engine.device is not None and self._engine.computes_on_device(bucket):
                 self.encoding[bucket] = Inline().submit(work.run)

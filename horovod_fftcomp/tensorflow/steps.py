@@ -249,7 +249,8 @@ class TensorFlowStepDriver(steps.StepDriver):
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
         """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
-        self._record(bucket, arrived)
+        if self._recorded is not None:
+            self._record(bucket, arrived)
         if not math.isfinite(poison):
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE

@@ -24,7 +24,7 @@ from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
-from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
+from horovod_fftcomp.torch_distributed.hook import HookState, note_passes
 from horovod_fftcomp.torch_distributed.rounds import (
     NetworkThread,
     RankGroup,
@@ -158,7 +158,7 @@ class DDPCompressor(DistributedCompressor):
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""
-        return HookState(self), exchange_bucket
+        return HookState(self), HookState.exchange
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""

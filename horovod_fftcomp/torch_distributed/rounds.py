@@ -15,7 +15,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -172,9 +172,10 @@ class RankGroup:
         """
         label = name.encode()[-_NAME_NBYTES:].ljust(_NAME_NBYTES)
         header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
-        to_each = torch.from_numpy(np.tile(header, (self.size(), 1)))
-        rows, splits = torch.empty_like(to_each), [1] * self.size()
-        _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
+        to_each = torch.from_numpy(np.tile(header, (len(self.ranks), 1)))
+        rows, splits = torch.empty_like(to_each), [1] * len(self.ranks)
+        with _told(name):
+            _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
         names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
             compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
@@ -207,8 +208,7 @@ class NetworkThread:
 
     def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> ThreadRound:
         """Start to gather every rank's sizes, int64 ``[ranks, sizes]``; see ``RankGroup``."""
-        output = self._worker.submit(_or_mismatch, name, lambda: group.sizes(name, own))
-        return ThreadRound(output, name, self._aborted)
+        return ThreadRound(self._worker.submit(group.sizes, name, own), name, self._aborted)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
@@ -239,21 +239,20 @@ def node_groups(
 
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
-    def completed() -> Array:
-        data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
+    data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
+    with _told(name):
         work, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
         if work is not None:
             _wait_for(work)
         return output().numpy()
 
-    return _or_mismatch(name, completed)
 
-
-def _or_mismatch(name: str, collective: Callable[[], Array]) -> Array:
-    """Return the output of a collective; ConfigMismatchError if Gloo fails."""
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Raise ConfigMismatchError in place of an error of Gloo."""
     try:
-        return collective()
-    except RuntimeError as error:  # of Gloo
+        yield
+    except RuntimeError as error:
         raise ConfigMismatchError(
             f"{name!r} failed, since a rank has ended or cannot be reached; look at the other "
             f"ranks' output for the first error ({error})"
@@ -284,7 +283,7 @@ def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) 
     """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded."""
     sizes = sizes_of([data.numel()] * group.size())[:, 0].tolist()
     longest = max(sizes)
-    rows = data.new_empty(group.size(), longest)
+    rows = data.new_empty(len(sizes), longest)
     missing = longest - data.numel()
     padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
 

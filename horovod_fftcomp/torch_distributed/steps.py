@@ -221,7 +221,8 @@ class DDPStepDriver(steps.StepDriver):
         for number, values in flat.items():
             slot = self._slots[number]
             assert slot is not None  # only these are compressed
-            self._record(slot.bucket, {slot.position: values})
+            if self._recorded is not None:
+                self._record(slot.bucket, {slot.position: values})
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):

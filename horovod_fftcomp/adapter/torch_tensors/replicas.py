@@ -59,10 +59,9 @@ class OptimizedParameters:
         ``exchanged``: numbers of the parameters whose gradients Horovod has passed in this step.
         """
         self.refresh()
-        if len(self._optimized) == len(exchanged):
+        if len(self._optimized) in (0, len(exchanged)):
             return
-        others = [number for number in self._optimized if number not in exchanged]
-        grads = {number: self.tensors[number].grad for number in others}
+        grads = {n: self.tensors[n].grad for n in self._optimized if n not in exchanged}
         self._warn_of(  # Horovod gathers sparse ones itself
             [number for number, grad in grads.items() if grad is None or not grad.is_sparse],
             "since they were frozen or not in the optimizer when hvd.DistributedOptimizer was "
