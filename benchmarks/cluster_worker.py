@@ -164,7 +164,7 @@ class Ours(Alone):
         exchanges = self.compression._steps.pipeline
         exchanges._send = partial(self._count, exchanges._send)
 
-    def _count(self, send: Callable[..., Any], round_: Any, *where: int) -> Any:
+    def _count(self, send: Callable[..., Any], round_: Any, *where: Any) -> Any:
         self.nbytes[round_.collective] += round_.data.nbytes
         return send(round_, *where)
 

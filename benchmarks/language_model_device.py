@@ -45,7 +45,9 @@ class LearnersOnDevice(SimulatedLearners):
         for parameter in self._parameters.tensors:
             parameter.grad = None
         yield
-        grads = arrays.flat_in_place(parameter.grad for parameter in self._parameters.tensors)
+        grads = arrays.flat_float32(
+            (parameter.grad for parameter in self._parameters.tensors), in_place=True
+        )
         self._placed[rank] = dict(zip(self._parameters.names, grads, strict=True))
 
     def reduce(self) -> None:

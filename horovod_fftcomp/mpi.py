@@ -95,8 +95,7 @@ class Reducer:
 
     def check_differences(self) -> None:
         """Raise UnsupportedError if the recipe cannot send differences of weights."""
-        policy = self._policy
-        policy.after_warmup.check_differences(f"recipe {policy.recipe!r}")
+        self._policy.after_warmup.check_differences(f"recipe {self._policy.recipe!r}")
 
     def residual(self, name: str) -> Array:
         """Return the residual of an array, float32 in its shape."""

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps
+from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps, streams
 from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
 from tests.parallel import told_of_nan
@@ -167,6 +167,32 @@ def test_rounds_are_those_of_their_process_group():
     sent = network.send(Round("allgather", np.zeros(1, np.uint8)), f"of rank {rank}", group)
     with pytest.raises(ConfigMismatchError, match="of rank 0 on rank 0"):
         sent.wait(30.0)
+
+
+def test_rounds_for_which_streams_wait_have_the_same_outputs(monkeypatch):
+    """By the process group of the job, which here is Gloo's, in the place of NCCL's."""
+    monkeypatch.setattr(streams, "is_on_host", lambda data: False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    thread, group = NetworkThread(), RankGroup(range(size), "streams", 30.0)
+    network = streams.StreamNetwork(thread, dist.group.WORLD, torch.device("cpu"))
+    network.limit_s = lambda: 30.0
+    rng = np.random.default_rng(rank)
+    same = {"data": rng.integers(0, 255, 5, np.uint8), "equal": True}
+    splits = tuple((rank + to) % 3 for to in range(size))
+    for collective, options in (
+        ("allgather", same),
+        ("allgather", same | {"equal": False}),
+        ("allgather", {"data": rng.integers(0, 255, 2 * rank, np.uint8)}),
+        ("allgather", {"data": np.empty(0, np.uint8)}),
+        ("allreduce", {"data": rng.standard_normal(9).astype(np.float32)}),
+        ("broadcast", {"data": rng.standard_normal(9).astype(np.float32), "root": 1}),
+        ("alltoall", {"data": rng.integers(0, 255, sum(splits), np.uint8), "splits": splits}),
+        ("alltoall", {"data": np.empty(0, np.uint8), "splits": (0,) * size}),
+    ):
+        expected = thread.send(Round(collective, **options), collective, group).wait(30.0)
+        data = torch.from_numpy(options.pop("data").copy())
+        got = network.send(Round(collective, data, **options), collective, group).wait(30.0)
+        assert got.numpy().tobytes() == expected.tobytes(), (collective, options)
 
 
 @pytest.mark.parametrize(("recipe", "options"), [*RECIPES, NODES[0]], ids=str)

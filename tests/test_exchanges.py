@@ -17,7 +17,7 @@ import pytest
 from horovod_fftcomp import get_codec, get_scheme, list_compressors, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import StepPipeline
+from horovod_fftcomp.engine.overlap import Pipeline
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
@@ -81,9 +81,9 @@ class Network:
     def sender(self, rank):
         calls = {}
 
-        def send(round_, bucket, number):
-            step = calls[bucket, number] = calls.get((bucket, number), 0) + 1
-            name = f"{step}.{bucket}.{number}"
+        def send(round_, name, process_set):
+            step = calls[name] = calls.get(name, 0) + 1
+            name = f"{step}.{name}"
             with self.lock:
                 self.world.submit(rank, name, round_)
                 self.counts[name] = self.counts.get(name, 0) + 1
@@ -109,12 +109,12 @@ class Sent:
         return self.network.outputs[self.name]
 
 
-class Exchanges(StepPipeline):
-    """A pipeline that shows its engine."""
+class Exchanges(Pipeline):
+    """A pipeline that shows its engine, and keeps the sums by bucket."""
 
     def __init__(self, engine, send):
-        super().__init__(engine, send, timeout_s=100)
-        self.engine = engine
+        self.engine, self.sums = engine, {}
+        super().__init__(engine, send, "x", None, self.sums.__setitem__, timeout_s=100)
 
 
 def engine_of(scheme, rank=0, size=1):
@@ -126,9 +126,9 @@ def alone(scheme):
     """Return the exchanges of a single rank, and what it has sent."""
     sent, send = [], Network(1).sender(0)
 
-    def noting(round_, bucket, number):
-        sent.append((bucket, number))
-        return send(round_, bucket, number)
+    def noting(round_, name, process_set):
+        sent.append(tuple(map(int, name.split(".")[1:])))
+        return send(round_, name, process_set)
 
     return Exchanges(engine_of(scheme), noting), sent
 
@@ -149,7 +149,7 @@ def run_step(pipeline, grads, order=(0, 1)):
         pipeline.advance()
     pipeline.finish()
     engine = pipeline.engine
-    sums = [array.tobytes() for bucket in range(len(TENSORS)) for array in engine.sums(bucket)]
+    sums = [total.tobytes() for bucket in range(len(TENSORS)) for total in pipeline.sums[bucket]]
     engine.settle()
     return sums
 
@@ -219,7 +219,7 @@ def test_gradients_are_taken_while_an_encoding_is_under_way():
     wait_until(lambda: pipeline.advance() or len(sent) == 2)
     assert sent == [(0, 0), (1, 0)]
     pipeline.finish()
-    assert pipeline.engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+    assert pipeline.sums[1][0].tobytes() == grads["c"].tobytes()
 
 
 def test_later_rounds_are_sent_before_the_step_is_finished():
@@ -231,7 +231,7 @@ def test_later_rounds_are_sent_before_the_step_is_finished():
     assert sorted(sent) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     pipeline.finish()
     assert len(sent) == 4
-    np.testing.assert_allclose(pipeline.engine.sums(1)[0], grads["c"] - grads["c"].mean())
+    np.testing.assert_allclose(pipeline.sums[1][0], grads["c"] - grads["c"].mean())
 
 
 def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
@@ -239,7 +239,7 @@ def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
     grads = grads_of(0)
     pipeline.start(0, {0: grads["a"]})
     pipeline.finish()
-    a, b = pipeline.engine.sums(0)
+    a, b = pipeline.sums[0]
     assert a.tobytes() == grads["a"].tobytes()
     assert not b.any()
     assert sent == [(0, 0)]
@@ -362,7 +362,7 @@ child.start()
 child.join(20)
 assert child.exitcode == 0, child.exitcode
 exchanges.finish()
-assert exchanges.engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+assert exchanges.sums[1][0].tobytes() == grads["c"].tobytes()
 print("both ended")
 """
 

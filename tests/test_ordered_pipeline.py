@@ -6,45 +6,50 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from horovod_fftcomp.schemes import Round
-
-pytest.importorskip("torch")
-from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
-
-pytestmark = pytest.mark.torch
+from horovod_fftcomp.engine.overlap import Pipeline
+from horovod_fftcomp.engine.work import Work
+from horovod_fftcomp.schemes import Outcome, Round
 
 
 class Engine:
     """Engine whose buckets have so many rounds, without content."""
 
+    device = None
+
     def __init__(self, n_rounds):
-        self.n_rounds, self.begun = n_rounds, [0] * len(n_rounds)
+        self.buckets = [SimpleNamespace(tensors=()) for _ in n_rounds]
+        self.n_rounds = n_rounds
+        self.exchanges = [self.exchange(n) for n in n_rounds]
 
-    def scheme(self, bucket):
-        return SimpleNamespace(rounds=("allreduce",) * self.n_rounds[bucket])
+    def exchange(self, n_rounds):
+        for _ in range(n_rounds):
+            yield Round("allreduce", np.zeros(1, np.float32))
+        return Outcome([], {})
 
-    def resume(self, bucket, _):
-        self.begun[bucket] += 1
-        if self.begun[bucket] > self.n_rounds[bucket]:
-            return SimpleNamespace(sums=[])
-        return Round("allreduce", np.zeros(1, np.float32))
+    def prepare(self, bucket, output):
+        return Work(self.exchanges[bucket], None)
+
+    def resume(self, bucket, data):
+        work = data if isinstance(data, Work) else self.prepare(bucket, data).run()
+        return work.made
 
 
 def order_of_rounds(n_rounds, seed):
     """Return the rounds of a step as (bucket, number); ``seed``: of what has arrived when."""
     arrivals, sent, done = random.Random(seed), [], []
 
-    def send(round_, bucket, number):
-        sent.append((bucket, number))
+    def send(round_, name, process_set):
+        sent.append(tuple(map(int, name.split(".")[1:])))
         is_done = lambda: arrivals.random() < 0.5  # noqa: E731
         return SimpleNamespace(is_done=is_done, wait=lambda timeout_s: None)
 
-    pipeline = OrderedPipeline(Engine(n_rounds), send, lambda bucket, _: done.append(bucket), 1.0)
+    pipeline = Pipeline(
+        Engine(n_rounds), send, "x", None, lambda bucket, _: done.append(bucket), 1.0, True
+    )
     for bucket in range(len(n_rounds)):
-        pipeline.start(bucket, [])
-        pipeline.poll()
+        pipeline.start(bucket, {})
+        pipeline.advance()
     pipeline.finish()
     assert sorted(done) == list(range(len(n_rounds)))
     assert len(sent) == sum(n_rounds)

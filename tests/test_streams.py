@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("torch.distributed")
 
+from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import streams
 
 GPU = torch.device("cuda", 0)
@@ -56,10 +57,8 @@ def test_the_gpus_wait_is_told_to_the_watch(monkeypatch):
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
     assert not network.is_under_way()
     work = SimpleNamespace(is_completed=lambda: False)
-    monkeypatch.setitem(
-        streams._LAUNCH, "allreduce", lambda data, *given: streams.StreamRound(work, None, data)
-    )
-    round_ = SimpleNamespace(data=torch.zeros(3), collective="allreduce")
+    monkeypatch.setitem(streams.STARTS, "allreduce", lambda data, *given: (work, None, data))
+    round_ = Round("allreduce", torch.zeros(3))
     network.send(round_, "a", SimpleNamespace(ranks=[0, 1]))
     assert network.is_under_way()
     work.is_completed = lambda: True
@@ -76,9 +75,9 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
         def wait(self):
             calls.append(("wait", self.number))
 
-    def launch(data, round_, group, on, sizes_of):
+    def launch(data, *given):
         calls.append(("launch", len(calls)))
-        return streams.StreamRound(Work(len(calls) - 1), lambda: data, data)
+        return Work(len(calls) - 1), lambda: data, data
 
     monkeypatch.setattr(streams.dist, "get_process_group_ranks", lambda given: [0, 1, 2, 3])
     monkeypatch.setattr(streams.dist, "get_backend", lambda given: "nccl")
@@ -86,12 +85,12 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
     monkeypatch.setattr(
         streams.dist, "new_group", lambda ranks, **options: made.append(ranks) or tuple(ranks)
     )
-    monkeypatch.setitem(streams._LAUNCH, "allreduce", launch)
+    monkeypatch.setitem(streams.STARTS, "allreduce", launch)
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
     network.make_groups([(0, 1), (2, 3)])
     assert made == [[0, 1], [2, 3]]  # on all ranks, as NCCL needs it
     everyone, node = SimpleNamespace(ranks=[0, 1, 2, 3]), SimpleNamespace(ranks=[0, 1])
-    round_ = SimpleNamespace(data=torch.zeros(3), collective="allreduce")
+    round_ = Round("allreduce", torch.zeros(3))
     for group in (everyone, everyone, node, node, everyone):
         network.send(round_, "a", group)
     assert calls == [

@@ -40,6 +40,12 @@ from horovod_fftcomp.recipes import SECOND
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
 
+# Of ``stats``, in their order.
+FIGURES = (
+    "steps dense_nbytes sent_nbytes received_nbytes inside_nbytes ratio ratio_with_warmup encode_s "
+    "encode_hidden_s encode_wait_s wait_s decode_s check_s relative_error total_error similarity "
+    "skipped_steps collectives density choices"
+).split()
 # Every rank makes its compressors in the same order, so equal numbers denote the same compressor.
 _numbers = itertools.count()
 
@@ -181,35 +187,19 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs, times = self._engine.costs, self._steps.times()
-        dense, sent = self._steps.dense_nbytes, costs.sent_nbytes + self._steps.other_nbytes
-        ratio = _ratio(dense - self._steps.of_warmup[0], sent - self._steps.of_warmup[1])
+        steps, costs = self._steps, self._engine.costs
+        dense, sent = steps.dense_nbytes, costs.sent_nbytes + steps.other_nbytes
+        ratio = _ratio(dense - steps.of_warmup[0], sent - steps.of_warmup[1])
         choices = self._engine.choices()
         if choices:  # others were in force before
             numels = (math.prod(shape) for _, shape in self._tensors)
             ratio = _ratio(4 * sum(numels), sum(self._sent_nbytes()))
-        return {
-            "steps": self._steps.count,
-            "dense_nbytes": dense,
-            "sent_nbytes": sent,
-            "received_nbytes": costs.received_nbytes,
-            "inside_nbytes": costs.inside_nbytes,
-            "ratio": ratio,
-            "ratio_with_warmup": _ratio(dense, sent),
-            "encode_s": costs.encode_s,
-            "encode_hidden_s": times["encode_hidden_s"],
-            "encode_wait_s": times["encode_wait_s"],
-            "wait_s": times["wait_s"],
-            "decode_s": costs.decode_s,
-            "check_s": times["check_s"],
-            "relative_error": costs.relative_error,
-            "total_error": costs.total_error,
-            "similarity": costs.similarity,
-            "skipped_steps": costs.skipped_steps,
-            "collectives": costs.collectives,
-            "density": self._policy.density(self._engine.step),
-            "choices": {name: choice.words for name, choice in choices.items()},
-        }
+        known = vars(costs) | steps.times() | {"sent_nbytes": sent, "ratio": ratio}
+        known |= {"ratio_with_warmup": _ratio(dense, sent)}
+        known |= {"steps": steps.count, "dense_nbytes": dense}
+        known["density"] = self._policy.density(self._engine.step)
+        known["choices"] = {name: choice.words for name, choice in choices.items()}
+        return {figure: known[figure] for figure in FIGURES}
 
     def residual(self, name: str) -> Any:
         """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
@@ -443,15 +433,9 @@ class Compressor:
         settings, member = self._settings, self._set.included()
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        return Parts(
-            self._engine,
-            self._connection,
-            ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
-            self._recorder,
-            self._listeners,
-            settings,
-            self._set,
-        )
+        check = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
+        parts = self._engine, self._connection, check, self._recorder, self._listeners
+        return Parts(*parts, settings, self._set, name, self._slots)
 
     @property
     def _gathers(self) -> bool:
@@ -465,12 +449,7 @@ class Compressor:
     @property
     def _slots(self) -> list[Slot | None]:
         """Each tensor's slot in the buckets; None if it is in none."""
-        slots = {
-            tensor.name: Slot(number, index)
-            for number, bucket in enumerate(self._buckets)
-            for index, tensor in enumerate(bucket.tensors)
-        }
-        return [slots.get(tensor.name) for tensor in self._tensors]
+        return slots_of(self._tensors, self._buckets)
 
     def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
@@ -542,6 +521,16 @@ class Compressor:
                 f"tf.summary; got {type(scalars).__name__}"
             )
         return None if scalars is None else scalars.add_scalar
+
+
+def slots_of(tensors: Sequence[Tensor], buckets: Sequence[Bucket]) -> list[Slot | None]:
+    """Return the slot of each of ``tensors`` in ``buckets``; None if it is in none."""
+    slots = {
+        tensor.name: Slot(number, index)
+        for number, bucket in enumerate(buckets)
+        for index, tensor in enumerate(bucket.tensors)
+    }
+    return [slots.get(tensor.name) for tensor in tensors]
 
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
-from horovod_fftcomp.adapter.watch import Watch, await_shutdown
-from horovod_fftcomp.engine.overlap import Pending, Send
+from horovod_fftcomp.adapter.threads import ThreadRound
+from horovod_fftcomp.adapter.watch import Watch
+from horovod_fftcomp.engine.overlap import Inline, Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
@@ -46,21 +47,6 @@ JOINED = (
 )
 
 
-class _EmptyRound:
-    """Result of a round in which this rank does not take part: empty, and complete at once."""
-
-    def __init__(self, round_: Round) -> None:
-        self._empty = round_.data[:0]
-
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, timeout_s: float) -> Array:
-        """Return an empty array."""
-        return self._empty
-
-
 class _WatchedRound:
     """Pending round whose wait is limited by the watch and raises the error that it found."""
 
@@ -73,15 +59,8 @@ class _WatchedRound:
         try:
             return self._pending.wait(max(timeout_s, self._watch.limit_s))
         except Exception:
-            _check(self._watch)
+            self._watch.check()
             raise
-
-
-def _check(watch: Watch) -> None:
-    """Raise ConfigMismatchError if the watch has ended the job."""
-    if watch.failure:
-        await_shutdown()
-        raise ConfigMismatchError(watch.failure)
 
 
 class Connection:
@@ -150,19 +129,16 @@ class Connection:
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
         """Start a round of the present step, or of a call between two steps; see ``Send``."""
         if round_.among is not None:
-            if not round_.among:
-                return _EmptyRound(round_)
+            if not round_.among:  # this rank does not take part
+                nothing = Inline().submit(lambda: round_.data[:0])
+                return ThreadRound(nothing, name)
             process_set = self._groups[round_.among]
         name = f"{name}.{self._epoch}" if self._epoch else name
         try:
             return _WatchedRound(self._start(round_, name, process_set), self.watch)
         except ConfigMismatchError:
-            _check(self.watch)
+            self.watch.check()
             raise
-
-    def check(self) -> None:
-        """Raise ConfigMismatchError if the watch has ended the job."""
-        _check(self.watch)
 
     def start_handshake(
         self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
@@ -237,7 +213,7 @@ class Connection:
 
     def gather(self, call: str, value: object) -> list[Any]:
         """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
-        self.check()
+        self.watch.check()
         self._compare_number(self._set)
         which = call if self._by_order else next(self._agreements)
         name = f"{self._name}.agreement.{which}"

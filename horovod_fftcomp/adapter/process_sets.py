@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,8 @@ from horovod.common import process_sets  # shared by its frameworks
 
 from horovod_fftcomp.adapter import horovod_internals
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import no_answer
+from horovod_fftcomp.adapter.threads import Worker
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
@@ -62,18 +62,12 @@ def _make_sets(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:
 
 def _add(process_set: Any, timeout_s: float) -> None:
     """Register a process set with Horovod, which waits until all ranks do so."""
-    errors: list[ValueError] = []
-
-    def add() -> None:
-        try:
-            process_sets.add_process_set(process_set)
-        except ValueError as error:
-            errors.append(error)
-
-    adding = threading.Thread(target=add, daemon=True)
-    adding.start()
-    adding.join(timeout_s)
-    if errors:
-        raise UnsupportedError(f"Horovod cannot add process set {process_set.ranks}: {errors[0]}")
-    if process_set.process_set_id is None:
-        raise UnsupportedError(no_answer(f"adding process set {process_set.ranks}", timeout_s))
+    adding = Worker("fftcomp-add").submit(process_sets.add_process_set, process_set)
+    try:
+        adding.result(timeout_s)
+    except ValueError as error:
+        what = f"Horovod cannot add process set {process_set.ranks}: {error}"
+        raise UnsupportedError(what) from error
+    except TimeoutError:
+        what = f"adding process set {process_set.ranks}"
+        raise UnsupportedError(no_answer(what, timeout_s)) from None

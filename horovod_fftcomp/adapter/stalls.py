@@ -17,6 +17,15 @@ _SHOWN_RANKS, _SHOWN_NAMES = 8, 4
 CLASH_S = 4.0
 
 
+def no_answer(what: str, timeout_s: float) -> str:
+    """Return the error message for an exchange in which some rank does not take part."""
+    return (
+        f"{what} got no answer from all ranks in {timeout_s:.0f} s: a rank has died, runs without "
+        "this compressor, skips this exchange, or made its compressors in another order. Look at "
+        "the other ranks' output; if one is only slow, raise timeout_s"
+    )
+
+
 class Progress(NamedTuple):
     """Progress of one rank.
 

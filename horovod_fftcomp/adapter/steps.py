@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
@@ -21,7 +23,8 @@ class Parts(NamedTuple):
     """Objects of a compressor that its step driver uses.
 
     ``listeners`` are called when a step has been closed; see ``Compressor.on_step``. ``recorder``
-    records the compressed tensors' gradients of some steps.
+    records the compressed tensors' gradients of some steps. ``name``: the compressor's; ``slots``:
+    each tensor's slot in the buckets; None if it is sent dense.
     """
 
     engine: Engine
@@ -31,6 +34,8 @@ class Parts(NamedTuple):
     listeners: Sequence[Callable[[], None]]
     settings: Settings
     process_set: Any
+    name: str
+    slots: Sequence[Slot | None]
 
 
 class StepDriver:
@@ -46,7 +51,7 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._connection, self._replicas, self._recorder = parts[:4]
-        self._listeners, self._settings, self._set = parts[4:]
+        self._listeners, self._settings, self._set, self._name, self._slots = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
@@ -56,7 +61,13 @@ class StepDriver:
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return {"check_s": self._replicas.seconds}
+        timed = getattr(self, "pipeline", self)  # without one a driver has these itself
+        names = ("encode_hidden_s", "encode_wait_s", "wait_s")
+        return {"check_s": self._replicas.seconds, **{n: getattr(timed, n) for n in names}}
+
+    def may_wait(self, running: Collection[CodeType]) -> bool:
+        """Return False if no thread can be in a step; ``running``: code objects they are in."""
+        return True  # a step is under way until its last gradient is finished
 
     def loss_scale(self) -> float:
         """Return the present loss scale: that of PyTorch's ``GradScaler``, 1 without one."""
@@ -100,13 +111,13 @@ class StepDriver:
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
 
     def _record(self, bucket: int, arrived: Mapping[int, Any]) -> None:
-        """Copy gradients of a bucket, 1-D float32 by position, if this step is recorded."""
-        if self._recorded is not None:
-            for position, grad in arrived.items():
-                if grad is not None:
-                    tensor = self._engine.buckets[bucket].tensors[position]
-                    values = np.array(on_host(grad, self._engine.device))
-                    self._recorded[tensor.name] = values.reshape(tensor.shape)
+        """Copy gradients of a bucket, 1-D float32 by position, in a step that is recorded."""
+        assert self._recorded is not None
+        for position, grad in arrived.items():
+            if grad is not None:
+                tensor = self._engine.buckets[bucket].tensors[position]
+                values = np.array(on_host(grad, self._engine.device))
+                self._recorded[tensor.name] = values.reshape(tensor.shape)
 
     def _end_record(self, step: int) -> None:
         if self._recorder is not None and self._recorded:

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, ranges
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, no_answer, ranges
+from horovod_fftcomp.errors import ConfigMismatchError
 
 _LOOK_S, _TELL_S = 0.25, 1.0
 _RANKS_PER_S = 64  # more would keep the first rank's thread busy
@@ -143,6 +143,12 @@ class Watch:
         self._rank, self._ranks, self._since, self._heard_at = rank, list(ranks), now, now
         self._reports, self._peers, self._announcement = {}, {}, (0, "")
         self._n_ranks = len(ranks)  # last, since the watch's thread tests it first
+
+    def check(self) -> None:
+        """Raise ConfigMismatchError if this watch has ended the job."""
+        if self.failure:
+            await_shutdown()
+            raise ConfigMismatchError(self.failure)
 
     def disconnect(self) -> None:
         """Stop reporting until ``join_ranks`` is called again."""

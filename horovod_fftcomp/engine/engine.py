@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, decided_states
+from horovod_fftcomp.engine.device_commit import DeviceCommit
 from horovod_fftcomp.engine.work import Costs, Work
 from horovod_fftcomp.errors import warn
 from horovod_fftcomp.kernels.cuda import Device, on_host
@@ -37,9 +38,6 @@ from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.parts import parts_in, rejoined
 from horovod_fftcomp.schemes.shards import folded
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor
-
-if TYPE_CHECKING:
-    from horovod_fftcomp.engine.device_commit import DeviceCommit
 
 
 class _Unread(NamedTuple):
@@ -64,12 +62,6 @@ class _Before(NamedTuple):
     measured: tuple[Any, ...] | None
 
 
-def _commit_of(device: Device) -> DeviceCommit:
-    from horovod_fftcomp.engine.device_commit import DeviceCommit  # imported only with a GPU
-
-    return DeviceCommit(device)
-
-
 class Engine:
     """Exchanges, state and costs of all buckets of one compressor on one rank.
 
@@ -91,8 +83,9 @@ class Engine:
     ) -> None:
         get_own_cores.cache_clear()
         self.device = device
-        self._commit = None if device is None else _commit_of(device)
+        self._commit = None if device is None else DeviceCommit(device)
         self._there: set[int] = set()  # buckets that the device computes
+        self.n_rounds = [0] * len(buckets)  # of each bucket's last exchange
         # Of each bucket, how many exchanges there were, and how many of them compressed.
         self.n_exchanges, self.n_compressed = [0] * len(buckets), [0] * len(buckets)
         self.momenta = [0.0] * len(buckets)  # of first moments, if these were exchanged last
@@ -117,7 +110,7 @@ class Engine:
         self._before: _Before | None = None  # of this step or, until the next one, of the last
         self.is_used = False  # whether an optimizer has taken a step with the last sums
         self._is_kept = False  # whether the host has committed the last step
-        self._finite = True
+        self._finite = True  # as far as the host has seen this step
         self._observed = False
 
     def scheme(self, bucket: int) -> Scheme:
@@ -139,6 +132,7 @@ class Engine:
             del self._running[bucket]
             sent = self._sent.pop(bucket, [])
             if not made.flags.finite:
+                self._finite = False
                 self.bad |= bad_tensors(self.buckets[bucket].tensors, made.sums, sent)
             return made
         assert made is not None  # else the work has not run
@@ -163,29 +157,28 @@ class Engine:
         ``data``: first the gradients, a sequence of one flat float32 array for each tensor, or None
         for a frozen one, which sends zeros and keeps its state; then the output of each round.
         """
-        if isinstance(data, Sequence):
-            return Work(self._begun(bucket, data), None)
-        if bucket in self._own_nbytes:
-            self.costs.received_nbytes += data.nbytes - self._own_nbytes[bucket]
-        return Work(self._running[bucket], data)
-
-    def _begun(self, bucket: int, grads: Grads) -> Exchange:
+        if not isinstance(data, Sequence):
+            if bucket in self._own_nbytes:
+                self.costs.received_nbytes += data.nbytes - self._own_nbytes[bucket]
+            return Work(self._running[bucket], data)
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         self._mark()
-        tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
+        tensors, device = self.buckets[bucket].tensors, self.device
+        scheme, grads = self.buckets[bucket].policy.at(self.step), data
         if device is not None and not scheme.runs_on_device(tensors):
             grads = [None if grad is None else on_host(grad, device) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
-        self._running[bucket] = exchange
+        self._running[bucket], traits = exchange, scheme.traits
         self.n_exchanges[bucket] += 1
-        self.n_compressed[bucket] += scheme.traits.compresses
-        self.momenta[bucket] = scheme.traits.momentum * scheme.traits.sends_moments
+        self.n_compressed[bucket] += traits.compresses
+        self.momenta[bucket] = traits.momentum * traits.sends_moments
+        self.n_rounds[bucket] = len(scheme.rounds)
         (self._there.discard if device is None else self._there.add)(bucket)
-        return exchange
+        return Work(exchange, None)
 
     def computes_on_device(self, bucket: int) -> bool:
         """Return whether the device computes a bucket's exchange; valid once it has begun."""
@@ -194,13 +187,6 @@ class Engine:
     def sums(self, bucket: int) -> list[Array]:
         """Return the sums over ranks of a bucket whose rounds are complete."""
         return self._outcomes[bucket].sums
-
-    def take_sums(self) -> dict[int, list[Array]]:
-        """Return ``sums`` by bucket and drop the engine's references to them."""
-        taken = {bucket: outcome.sums.copy() for bucket, outcome in self._outcomes.items()}
-        for outcome in self._outcomes.values():
-            outcome.sums.clear()
-        return taken
 
     def observe(self, finite: bool) -> None:
         """Report whether a tensor that was exchanged outside the engine is finite."""
@@ -218,17 +204,13 @@ class Engine:
     def is_finite(self) -> bool:
         """Return whether all of this step is finite on every rank; waits for the device."""
         flags = [o.flags for o in self._outcomes.values() if o.flags.not_finite is not None]
-        return self._is_seen_finite() and (self._commit is None or self._commit.is_finite(flags))
-
-    def _is_seen_finite(self) -> bool:
-        """Return the same of what the host has seen."""
-        return self._finite and all(each.flags.finite for each in self._outcomes.values())
+        return self._finite and (self._commit is None or self._commit.is_finite(flags))
 
     def settle(self) -> None:
         """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
-        outcomes, finite = self._outcomes, self._is_seen_finite()
+        outcomes, finite = self._outcomes, self._finite
         if not outcomes and not self._observed:
             return
         self._dropped = None

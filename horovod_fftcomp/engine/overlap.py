@@ -1,8 +1,4 @@
-"""Overlaps encoding with the backward pass: complete buckets are encoded in a worker thread.
-
-Gradients arrive one by one. When all those of a bucket are there it is encoded in the worker; the
-training thread sends and receives, by the caller's ``send``.
-"""
+"""Exchanges the buckets of a step, each as soon as its gradients are there, by a ``send``."""
 
 from __future__ import annotations
 
@@ -16,11 +12,14 @@ import numpy as np
 
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.work import Work
-from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.schemes import Grads, Outcome, Round
 from horovod_fftcomp.types import Array
 
 # While rounds are pending too, an encoding is waited for in intervals of this length.
 _POLL_S = 0.0002
+# With a fixed order, how many buckets have their first round under way before an earlier one
+# continues with its second: enough that neither encoding nor the network waits for the other.
+_DEPTH = 2
 
 
 class Pending(Protocol):
@@ -37,15 +36,6 @@ class Pending(Protocol):
 Send = Callable[[Round, str, Any], Pending]
 
 
-def no_answer(what: str, timeout_s: float) -> str:
-    """Return the error message for an exchange in which some rank does not take part."""
-    return (
-        f"{what} got no answer from all ranks in {timeout_s:.0f} s: a rank has died, runs without "
-        "this compressor, skips this exchange, or made its compressors in another order. Look at "
-        "the other ranks' output; if one is only slow, raise timeout_s"
-    )
-
-
 class Slot(NamedTuple):
     """Position of a compressed tensor: its bucket, and its index there."""
 
@@ -53,33 +43,57 @@ class Slot(NamedTuple):
     position: int  # among the bucket's tensors
 
 
-class StepPipeline:
-    """Pipeline of a step: encodes, sends and decodes each bucket of ``engine`` once.
+class Inline:
+    """Executor without a thread: ``submit`` runs a function before it returns."""
 
-    ``send(round, bucket, number)`` starts a bucket's round without waiting. ``timeout_s``: how long
-    to wait for a round. Times in seconds since the start: ``wait_s`` and ``encode_wait_s``, in
-    which the training thread waited for rounds and for encodings; ``encode_hidden_s``, encoding
-    that overlapped with the backward pass, before the last gradient of its step. The caller sets
-    ``last_came`` to the time of each gradient. ``advance`` does nothing while ``encoding`` and
-    ``inner`` are empty.
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Return the future of ``function(*arguments)``, which has run."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # whoever waits for the future raises it
+            future.set_exception(error)
+        return future
 
-    Only the training thread calls methods and sends. The worker runs one ``Work`` at a time, in the
-    order in which buckets were complete, so that the engine is used by one thread. ``finish``
-    raises an error of the worker unchanged. The gradients of a step must not change before
-    ``finish`` returns or ``abandon`` is called.
+
+class Pipeline:
+    """Exchanges of the buckets of ``engine``: encodes one while rounds of others are under way.
+
+    ``send`` starts a bucket's rounds on ``process_set``, named ``name``, bucket and number.
+    ``done(bucket, sums)`` is called when a bucket's exchange has ended. ``timeout_s``: how long to
+    wait for a round. Methods are called, and rounds sent, by one thread.
+
+    A worker thread runs one ``Work`` at a time, in the order in which buckets were started, so that
+    the engine is used by one thread. ``finish`` raises an error of the worker unchanged. Gradients
+    must not change before ``finish`` returns or ``abandon`` is called. With ``is_ordered``, for
+    networks that match rounds by their order, the calling thread does everything, and which round
+    is sent next depends on the order of ``start`` alone, never on what has arrived.
+
+    Times in seconds since the start: ``wait_s`` and ``encode_wait_s``, in which the calling thread
+    waited for rounds and for the worker, or encoded after the last gradient of a step itself;
+    ``encode_hidden_s``, encoding before that. The caller sets ``last_came`` to the time of each
+    gradient. ``advance`` does nothing while ``encoding`` and ``inner`` are empty, unless
+    ``is_ordered``.
     """
 
     def __init__(
-        self, engine: Engine, send: Callable[[Round, int, int], Pending], timeout_s: float
+        self,
+        engine: Engine,
+        send: Send,
+        name: str,
+        process_set: Any,
+        done: Callable[[int, list[Array]], None],
+        timeout_s: float,
+        is_ordered: bool = False,
     ) -> None:
-        self._engine = engine
-        self._send = send
-        self._timeout_s = timeout_s
+        self._engine, self._send, self._done, self._timeout_s = engine, send, done, timeout_s
+        self._name, self._set, self._is_ordered = name, process_set, is_ordered
         self.wait_s = self.encode_wait_s = self.encode_hidden_s = 0.0
         # The thread starts with the first bucket, holds no reference to this object and ends with
         # it. An exiting interpreter waits for it, but not for long: it never waits for other ranks.
-        self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
+        self._worker = None if is_ordered else ThreadPoolExecutor(1, "fftcomp-encode")
         self._number = [0 for _ in engine.buckets]  # number of each bucket's current round
+        self._started: list[int] = []  # buckets of this step, whether pending or not
         self.encoding: dict[int, Future[Work]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
         self.inner: set[int] = set()  # buckets whose pending round is not their last
@@ -102,95 +116,98 @@ class StepPipeline:
             for index, tensor in enumerate(self._engine.buckets[bucket].tensors)
         ]
         self._number[bucket] = 0
-        self._encode(bucket, self._engine.prepare(bucket, grads))
+        self._started.append(bucket)
+        self._compute(bucket, grads)
+        for earlier in self._started[:-_DEPTH] if self._is_ordered else ():
+            if earlier in self.inner:
+                self._receive(earlier)
 
-    def advance(self) -> None:
-        """Send encoded rounds, and start encoding after completed rounds; do not wait."""
+    def advance(self, raises: bool = False) -> None:
+        """Go on with buckets without waiting: send what is encoded, and encode what comes next.
+
+        With ``is_ordered`` decode what has arrived. ``raises``: whether to raise the worker's
+        error; in a hook that would depend on timing.
+        """
         for bucket, encoding in list(self.encoding.items()):
-            if not encoding.done() or encoding.exception() is not None:
-                break  # ``finish`` raises errors: raised here, in a hook, they depend on timing
+            if not encoding.done() or not (raises or encoding.exception() is None):
+                break
             del self.encoding[bucket]
-            self._submit(bucket, encoding.result())
-        for bucket in sorted(self.inner):
-            if self._pending[bucket].is_done():
+            self._handle(bucket, encoding.result())
+        for bucket, sent in list(self._pending.items()):
+            if (bucket in self.inner) != self._is_ordered and sent.is_done():
                 self._receive(bucket)
 
     def finish(self) -> None:
-        """Complete the step; afterwards the engine has the sums.
+        """Complete the step; afterwards all sums have been passed on.
 
         Raises the errors of encodings and of waits; pending work is cancelled first.
         """
         try:
             while self.encoding or self._pending:
-                self.advance()
+                if self._is_ordered and self.inner:  # others wait for the next rounds: decode later
+                    self._receive(next(bucket for bucket in self._pending if bucket in self.inner))
+                    continue
+                self.advance(raises=True)
                 done = (bucket for bucket, sent in self._pending.items() if sent.is_done())
                 if (bucket := next(done, None)) is not None:
                     self._receive(bucket)
                 elif self.encoding:
-                    self._wait_for_encoding()
+                    begin = time.perf_counter()
+                    wait([next(iter(self.encoding.values()))], _POLL_S if self._pending else None)
+                    self.encode_wait_s += time.perf_counter() - begin
                 elif self._pending:
                     self._receive(next(iter(self._pending)))
-        except BaseException:
-            self._drop_work()
-            raise
-        for began, ended in self._spans:
-            self.encode_hidden_s += max(0.0, min(ended, self.last_came) - began)
-        self._spans = []
+            for began, ended in self._spans:
+                hidden_s = max(0.0, min(ended, self.last_came) - began)
+                self.encode_hidden_s += hidden_s
+                self.encode_wait_s += ended - began - hidden_s if self._is_ordered else 0.0
+        finally:  # after an error the data of rounds that are under way must not be freed
+            self.abandon(keeps_rounds=True)
 
-    def abandon(self) -> None:
+    def abandon(self, keeps_rounds: bool = False) -> None:
         """Discard the running step; waits for an encoding that is being computed."""
-        self._drop_work()
-        self._pending, self.inner, self._spans = {}, set(), []
-
-    def _drop_work(self) -> None:
         for encoding in self.encoding.values():
             encoding.cancel()
         wait(self.encoding.values())
-        self.encoding = {}
-
-    def _encode(self, bucket: int, work: Work) -> None:
-        if not self._engine.computes_on_device(bucket):
-            self.encoding[bucket] = self._worker.submit(work.run)
-            return
-        self.encoding[bucket] = done = Future[Work]()
-        self._computes = True  # the first call compiles kernels; GPU work is only launched
-        try:
-            done.set_result(work.run())
-        except BaseException as error:
-            done.set_exception(error)
-        finally:
-            self._computes = False
-
-    def _submit(self, bucket: int, work: Work) -> None:
-        round_ = self._engine.resume(bucket, work)
-        assert isinstance(round_, Round)  # the last work of a bucket never goes to the worker
-        self._spans.append((work.began, work.ended))
-        number = self._number[bucket]
-        self._pending[bucket] = self._send(round_, bucket, number)
-        if number < len(self._engine.scheme(bucket).rounds) - 1:
-            self.inner.add(bucket)
+        self.encoding, self._spans, self._started = {}, [], []
+        if not keeps_rounds:
+            self._pending, self.inner = {}, set()
 
     def _receive(self, bucket: int) -> None:
         """Wait for a bucket's round; decode if it is the last one, else start the next encoding."""
         begin = time.perf_counter()
         output = self._pending.pop(bucket).wait(self._timeout_s)
         self.wait_s += time.perf_counter() - begin
-        if bucket in self.inner:
-            self.inner.remove(bucket)
-            self._number[bucket] += 1
-            self._encode(bucket, self._engine.prepare(bucket, output))
-        else:
-            self._computes = True
-            try:
-                self._engine.resume(bucket, output)
-            finally:
-                self._computes = False
+        self.inner.discard(bucket)
+        self._number[bucket] += 1
+        self._compute(bucket, output)
 
-    def _wait_for_encoding(self) -> None:
-        """Wait for the worker's current work, or only briefly if rounds are pending too."""
-        encoding = next(iter(self.encoding.values()))
-        begin = time.perf_counter()
-        wait([encoding], _POLL_S if self._pending else None)
-        self.encode_wait_s += time.perf_counter() - begin
-        if encoding.done():
-            encoding.result()
+    def _compute(self, bucket: int, data: Grads | Array) -> None:
+        """Compute what a bucket sends next, in the worker if there is one, or its sums."""
+        work = self._engine.prepare(bucket, data)
+        self._computes = True  # the first call compiles kernels; GPU work is only launched
+        try:
+            if self._worker is None or self._number[bucket] == self._engine.n_rounds[bucket]:
+                work.run()
+            elif self._engine.device is not None and self._engine.computes_on_device(bucket):
+                self.encoding[bucket] = Inline().submit(work.run)
+            else:
+                self.encoding[bucket] = self._worker.submit(work.run)
+        finally:
+            self._computes = False
+        if bucket not in self.encoding:
+            self._handle(bucket, work)
+
+    def _handle(self, bucket: int, work: Work) -> None:
+        """Send the round that ``work`` has made, or pass on the sums."""
+        made = self._engine.resume(bucket, work)
+        if isinstance(made, Outcome):
+            sums = made.sums.copy()
+            made.sums.clear()  # the engine need not keep them
+            self._done(bucket, sums)
+            return
+        self._spans.append((work.began, work.ended))
+        number = self._number[bucket]
+        self._pending[bucket] = self._send(made, f"{self._name}.{bucket}.{number}", self._set)
+        if number < self._engine.n_rounds[bucket] - 1:
+            self.inner.add(bucket)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from horovod_fftcomp.schemes import Exchange, Outcome, Round
-from horovod_fftcomp.types import Array
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Work:
     """
 
     exchange: Exchange
-    output: Array | None  # of the last round; None before the first
+    output: Any  # array, of the last round; None before the first
     made: Round | Outcome | None = None
     began: float = 0.0
     ended: float = 0.0
@@ -45,10 +45,7 @@ class Work:
         """Compute ``made``, the next round, or the outcome after the last; return this object."""
         self.began = time.perf_counter()
         try:
-            if self.output is None:
-                self.made = next(self.exchange)
-            else:
-                self.made = self.exchange.send(self.output)
+            self.made = self.exchange.send(self.output)
         except StopIteration as stop:
             self.made = stop.value
         self.ended = time.perf_counter()

@@ -29,7 +29,7 @@ from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.tensorflow import graph, horovod_internals
 from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.horovod_internals import is_elastic
-from horovod_fftcomp.tensorflow.rounds import GraphRound, ThreadedRound
+from horovod_fftcomp.tensorflow.rounds import GraphRound, start_round
 from horovod_fftcomp.tensorflow.steps import TensorFlowStepDriver
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of
 
@@ -66,7 +66,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._name = self._take_name()
         self._make_groups = process_sets.makers(policy, settings)
         watch = self._watch(self._name, hvd.shutdown)
-        self._connection = Connection(ThreadedRound, self._name, self._set, watch)
+        self._connection = Connection(start_round, self._name, self._set, watch)
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model

@@ -127,7 +127,7 @@ class TracedStep:
         """Return the number of steps, 1, once Horovod may exchange; usually without a barrier."""
         step, scale, first_grad, *memory = inputs
         decide = functools.partial(self._steps.must_synchronize, load)
-        must_synchronize = _python(decide, [step, first_grad, scale, *memory], tf.bool, [])
+        [must_synchronize] = _python(decide, [step, first_grad, scale, *memory], (tf.bool, []))
 
         def synchronize() -> tf.Tensor:
             self._begin(inputs, load, has_barrier)
@@ -188,22 +188,21 @@ class TracedStep:
         step, scale, first_grad, *memory = inputs
         optimizers_set = self._steps.optimizers_set
         inputs = [step, first_grad, scale]
-        present, message = tf.numpy_function(
-            self._steps.enter_barrier, inputs, [tf.float32, tf.uint8], stateful=False
-        )
-        present.set_shape([2])
-        message.set_shape([None])
+        call = self._steps.enter_barrier
+        present, message = _python(call, inputs, (tf.float32, [2]), _BYTES)
         handshakes = rounds.gather_if_any(message, f"{self._name}.handshake", optimizers_set)
         if has_barrier:
             present = rounds.reduce(present, f"{self._name}.present", optimizers_set)
         begin = functools.partial(self._steps.begin, load, has_barrier)
-        begun, self._hashes = _message(begin, [step, present, handshakes, scale, *memory])
+        inputs = [step, present, handshakes, scale, *memory]
+        begun, self._hashes = _python(begin, inputs, (tf.int32, []), _BYTES)
         return begun
 
     def _end(self, decoded: Sequence[tf.Tensor]) -> tf.Tensor:
         # A data dependency: TensorFlow drops stateless calls with control dependencies only.
         hashes = rounds.gather_if_any(self._hashes, f"{self._name}.replicas", self._set)
-        return _python(self._steps.end, [hashes, *self._after_all_ranks(decoded)], tf.int64, [])
+        inputs = [hashes, *self._after_all_ranks(decoded)]
+        return _python(self._steps.end, inputs, (tf.int64, []))[0]
 
     def _first_grad(self) -> tf.Tensor:
         """Return one value of the gradient that is probably computed first.
@@ -306,17 +305,17 @@ def _kinds(bucket: Bucket) -> list[set[int]]:
     return kinds
 
 
-def _message(call: Any, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-    code, message = tf.numpy_function(call, inputs, [tf.int32, tf.uint8], stateful=False)
-    code.set_shape([])
-    message.set_shape([None])
-    return code, message
+_BYTES: tuple[tf.DType, list[Any]] = (tf.uint8, [None])  # of any number
 
 
 def _python(
-    call: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, shape: Sequence[int]
-) -> tf.Tensor:
-    """Return an operation that calls Python; stateless, as TensorFlow serializes stateful ones."""
-    output = tf.numpy_function(call, inputs, dtype, stateful=False)
-    output.set_shape(shape)
-    return output
+    call: Any, inputs: Sequence[tf.Tensor], *made: tuple[tf.DType, list[Any]]
+) -> list[tf.Tensor]:
+    """Return the outputs, of these dtypes and shapes, of an operation that calls Python.
+
+    It is stateless, as TensorFlow serializes stateful ones.
+    """
+    outputs = tf.numpy_function(call, inputs, [dtype for dtype, _ in made], stateful=False)
+    for output, (_, shape) in zip(outputs, made, strict=True):
+        output.set_shape(shape)
+    return outputs

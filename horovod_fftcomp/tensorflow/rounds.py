@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_fftcomp.engine.overlap import no_answer
-from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.adapter.threads import ThreadRound, Worker
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.types import Array
@@ -139,42 +137,18 @@ def _operation(code: int, name: str, process_set: hvd.ProcessSet) -> Any:
     return tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
 
 
-class ThreadedRound:
-    """Asynchronous collective outside of a step's graph, in a daemon thread.
+def start_round(round_: Round, name: str, process_set: hvd.ProcessSet) -> ThreadRound:
+    """Start a round outside of a step's graph, in a daemon thread of its own.
 
     A thread that waits for a rank in vain does not keep the process from ending.
     """
 
-    def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
-        self.name = name
-        self._round = round_
-        self._process_set = process_set
-        self._output: np.ndarray | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"{name}", daemon=True)
-        self._thread.start()
+    def output() -> Array:
+        message = message_of(round_, process_set.rank())
+        operation = _operation(code_of(round_), name, process_set)
+        return operation(tf.constant(message)).numpy().view(round_.data.dtype)
 
-    def _run(self) -> None:
-        try:
-            message = message_of(self._round, self._process_set.rank())
-            operation = _operation(code_of(self._round), self.name, self._process_set)
-            self._output = operation(tf.constant(message)).numpy()
-        except Exception as error:
-            self._error = error
-
-    def is_done(self) -> bool:
-        """Return whether the output is available."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> np.ndarray:
-        """Return the output; ConfigMismatchError if it takes more than ``timeout_s`` seconds."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise ConfigMismatchError(no_answer(repr(self.name), timeout_s))
-        if self._error is not None:
-            raise self._error
-        assert self._output is not None
-        return self._output.view(self._round.data.dtype)
+    return ThreadRound(Worker(name).submit(output), name)
 
 
 class GraphRound:
@@ -190,10 +164,10 @@ class GraphRound:
 
     def __call__(
         self, round_: Round, name: str, process_set: hvd.ProcessSet
-    ) -> GraphRound | ThreadedRound:
+    ) -> GraphRound | ThreadRound:
         """Keep an allgather's data, uint8, for the graph; start any other round."""
         if round_.collective != "allgather":
-            return ThreadedRound(round_, name, process_set)
+            return start_round(round_, name, process_set)
         self.message = round_.data
         return self
 

@@ -62,7 +62,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: TensorFlowStepDriver, *arguments: Any) -> Any:
         with self.lock, ieee_arithmetic():
-            self._connection.check()
+            self._connection.watch.check()
             self.check_unbroken()
             self._is_busy = True
             try:
@@ -125,7 +125,8 @@ class TensorFlowStepDriver(steps.StepDriver):
         self._undecoded: set[int] = set()  # buckets of this step
         self._n_buckets = 0
         self._begun = False
-        self._wait_s = self._hidden_s = 0.0
+        self.wait_s = self.encode_hidden_s = 0.0
+        self.encode_wait_s = 0.0  # operations wait for encodings, not the training thread
         self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
         self._n_encoded, self._idle_since = 0, 0.0
 
@@ -248,7 +249,8 @@ class TensorFlowStepDriver(steps.StepDriver):
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
         """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
-        self._record(bucket, arrived)
+        if self._recorded is not None:
+            self._record(bucket, arrived)
         if not math.isfinite(poison):
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE
@@ -342,7 +344,7 @@ class TensorFlowStepDriver(steps.StepDriver):
             output = self._array(output) if on_gpu else output.numpy()
         now = time.perf_counter()
         if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
-            self._wait_s += now - self._idle_since
+            self.wait_s += now - self._idle_since
         made = self._engine.resume(bucket, output.view(sent.data.dtype))
         self._idle_since = time.perf_counter()
         return made if isinstance(made, Round) else None
@@ -370,14 +372,6 @@ class TensorFlowStepDriver(steps.StepDriver):
         self._progress, self._poisoned = _StepProgress(doing, step, handed, returned), ""
 
     # The compressor calls these.
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return super().times() | {
-            "encode_hidden_s": self._hidden_s,
-            "encode_wait_s": 0.0,  # operations wait for encodings, not the training thread
-            "wait_s": self._wait_s,
-        }
 
     def loss_scale(self) -> float:
         """Return the loss scale of the present step."""
@@ -414,7 +408,8 @@ class TensorFlowStepDriver(steps.StepDriver):
         self._begun = False
         if self._spans:
             last_came = max(began for began, _ in self._spans)
-            self._hidden_s += sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
+            hidden_s = sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
+            self.encode_hidden_s += hidden_s
             self._spans, self._n_encoded = [], 0
         self._end_record(self._engine.step - 1)
         self._note_closed()

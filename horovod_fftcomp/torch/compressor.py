@@ -57,9 +57,9 @@ class TorchCompressor(TensorCompressor):
         self._connection = Connection(HorovodRound, name, self._set, watch, groups)
         parts = self._make_parts(buckets, device, self._connection.send, name)
         self._steps = TorchStepDriver(
-            parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
+            parts, parameters, self._parameters, self._join, self._gathers
         )
-        note_exchanged(parameters.tensors, self._slots, self._engine)
+        note_exchanged(parameters.tensors, parts.slots, self._engine)
         if member:
             self._await_optimizer()
         # Horovod calls these for each gradient: methods of the step driver, without a call between.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.adapter.stalls import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
@@ -39,10 +40,7 @@ class HorovodRound:
             self._handle = hvd.alltoall_async(data, splits, name, process_set)
         else:
             raise ValueError(f"unknown collective {round_.collective!r}")
-
-    def is_done(self) -> bool:
-        """Return whether the output is available."""
-        return hvd.poll(self._handle)
+        self.is_done = functools.partial(hvd.poll, self._handle)
 
     def wait(self, timeout_s: float) -> Any:
         """Return the output: a NumPy array if the input was one, else a tensor on its device.

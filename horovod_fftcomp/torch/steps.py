@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
-from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
+from horovod_fftcomp.engine.overlap import Pipeline, Slot
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError, warn
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
-from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.gradients import GradientContext, StepGradients
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 
@@ -35,9 +33,7 @@ class TorchStepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
     ``join(begins)`` is called before gradients that are not expected, until the ranks are connected
-    and when a step ``begins``. ``slots``: each parameter's slot in the buckets; None if it is sent
-    dense. ``gathers``: whether steps have collectives other than allreduces. ``name``: the
-    compressor's.
+    and when a step ``begins``. ``gathers``: whether steps have collectives other than allreduces.
     """
 
     _TO_CONTINUE = "one into the optimizer"
@@ -48,22 +44,19 @@ class TorchStepDriver(steps.StepDriver):
         parameters: Parameters,
         optimized: OptimizedParameters,
         join: Callable[[bool], None],
-        slots: Sequence[Slot | None],
         gathers: bool,
-        name: str,
     ) -> None:
         super().__init__(parts)
-        self._gradients = StepGradients(parameters, slots)
+        self._gradients = StepGradients(parameters, parts.slots)
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
         self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         connection, engine = parts.connection, parts.engine
-
-        def send(round_: Round, bucket: int, number: int) -> Pending:
-            return connection.send(round_, f"{name}.{bucket}.{number}", parts.process_set)
-
-        self.pipeline = StepPipeline(engine, send, parts.settings.timeout_s)
+        self._sums: dict[int, list[Any]] = {}  # of this step, by bucket
+        done, timeout_s = self._sums.__setitem__, parts.settings.timeout_s
+        where = connection.send, self._name, self._set
+        self.pipeline = Pipeline(engine, *where, done, timeout_s)
         connection.watch.follow(self, parameters.names)
         # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
         self._gathers = gathers
@@ -90,18 +83,6 @@ class TorchStepDriver(steps.StepDriver):
         """Return the numbers of the parameters whose gradients have not come in this step."""
         seen = set(list(self._gradients.seen))  # copied, since it grows meanwhile
         return [c.number for c in self._gradients.contexts if c.number not in seen]
-
-    def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return True: a step is under way until its last gradient is finished."""
-        return True
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return super().times() | {
-            "encode_hidden_s": self.pipeline.encode_hidden_s,
-            "encode_wait_s": self.pipeline.encode_wait_s,
-            "wait_s": self.pipeline.wait_s,
-        }
 
     # Horovod calls these two for each gradient. What is needed once for a step or a bucket is in
     # other methods, so that a gradient in the order of the last step costs these two calls alone.
@@ -130,7 +111,10 @@ class TorchStepDriver(steps.StepDriver):
                 self._start(bucket)
         self.other_nbytes += sent.nbytes
         if self._opens_early or self.pipeline.encoding or self.pipeline.inner:
-            self._advance()
+            if not self._opened and self._connection.can_open():
+                self._open()
+            if self._opened:  # all ranks have begun this step
+                self.pipeline.advance()
         return sent, context
 
     def finish_gradient(
@@ -172,30 +156,20 @@ class TorchStepDriver(steps.StepDriver):
     def _start(self, bucket: int) -> None:
         """Start a bucket's exchange with the gradients that have come."""
         arrived, self._arrived[bucket] = self._arrived[bucket], {}
-        flat = dict(zip(arrived, self._flat(arrived.values()), strict=True))
-        self.pipeline.start(bucket, flat)
-        self._record(bucket, flat)
-
-    def _flat(self, grads: Collection[torch.Tensor | None]) -> Sequence[Any]:
-        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
-        places = {grad.device for grad in grads if grad is not None}
+        places = {grad.device for grad in arrived.values() if grad is not None}
         if self._place is None:
             for place in places - self._made_on:
                 self._warn_of_move(place)
-            return arrays.flat_float32(grads)
-        if others := places - {self._place}:
+        elif others := places - {self._place}:
             raise UnsupportedError(
                 f"a gradient is on {others.pop()}, but the compressor was made of a model on "
                 f"{self._place}; make it after the model has been moved"
             )
-        return arrays.flat_in_place(grads)
-
-    def _advance(self) -> None:
-        """Carry on with the buckets of this step, without waiting, if all ranks have begun it."""
-        if not self._opened and self._connection.can_open():
-            self._open()
-        if self._opened:
-            self.pipeline.advance()
+        grads = arrays.flat_float32(arrived.values(), in_place=self._place is not None)
+        flat = dict(zip(arrived, grads, strict=True))
+        self.pipeline.start(bucket, flat)
+        if self._recorded is not None:
+            self._record(bucket, flat)
 
     def _warn_of_move(self, place: torch.device) -> None:
         self._made_on.add(place)
@@ -240,20 +214,21 @@ class TorchStepDriver(steps.StepDriver):
 
     def _open(self) -> None:
         """Wait until all ranks have begun this step; then start the replica check."""
-        if not self._opened:
-            self._connection.open()
-            self._opened, self._opens_early = True, False
-            in_place = self._optimized.read_in_place
-            self._replicas.begin(self._engine.step, self._engine.device, in_place)
+        self._connection.open()
+        self._opened, self._opens_early = True, False
+        in_place = self._optimized.read_in_place
+        self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
     def _finish(self) -> None:
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
-        self._check()
+        if self._broken_by or self._connection.watch.failure:
+            self._check()
         try:
             for bucket, arrived in enumerate(self._arrived):
                 if arrived:  # with zeros for the others; without any it is not exchanged
                     self._start(bucket)
-            self._open()
+            if not self._opened:
+                self._open()
             self.pipeline.finish()
             self._connection.leave_together()
             self._end_record(self._engine.step)
@@ -272,14 +247,15 @@ class TorchStepDriver(steps.StepDriver):
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
 
     def _take_sums(self) -> None:
-        """Take the buckets' sums from the engine, for the gradients that are to be returned."""
-        sums = self._engine.take_sums()
+        """Take the buckets' sums, for the gradients that are to be returned."""
         for context in self._gradients.seen.values():
             if context.slot is not None and context.grad is not None:
                 if context.grad._version != context.version and not self._warned_of_change:
                     self._warn_of_change(context.name)
                 bucket, position = context.slot
-                context.total = torch.as_tensor(sums[bucket][position]).view(context.grad.shape)
+                total = torch.as_tensor(self._sums[bucket][position])
+                context.total = total.view(context.grad.shape)
+        self._sums.clear()
 
     def _warn_of_change(self, name: str) -> None:
         self._warned_of_change = True
@@ -290,7 +266,7 @@ class TorchStepDriver(steps.StepDriver):
         )
 
     def _check(self) -> None:
-        self._connection.check()
+        self._connection.watch.check()
         self.check_unbroken()
 
     def _begins(self) -> bool:
@@ -342,6 +318,7 @@ class TorchStepDriver(steps.StepDriver):
         self._gradients.abandon()
         self._arrived = [{} for _ in self._arrived]
         self.pipeline.abandon()
+        self._sums.clear()
         super().abandon()
         self._opened = self._finished = False
         self._n_pending, self._bad = 0, {}

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.torch_tensors.job_check import Job
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import compress
-from horovod_fftcomp.torch_distributed.rounds import NetworkThread, QueuedRound, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
 
 CONNECTS = "init_process_group()"
 
@@ -31,7 +32,7 @@ def connect(timeout_s: float) -> Job:
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     network, group = NetworkThread(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
 
-    def send(round_: Round, name: str) -> QueuedRound:
+    def send(round_: Round, name: str) -> ThreadRound:
         return network.send(round_, name, group)
 
     return Job(*place, "Gloo", send, _prepare, dist.destroy_process_group, timeout_s)

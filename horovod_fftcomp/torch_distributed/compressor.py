@@ -24,7 +24,7 @@ from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
-from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
+from horovod_fftcomp.torch_distributed.hook import HookState, note_passes
 from horovod_fftcomp.torch_distributed.rounds import (
     NetworkThread,
     RankGroup,
@@ -84,10 +84,9 @@ class DistributedCompressor(TensorCompressor):
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)
         is_under_way = None if self._streams is None else self._streams.is_under_way
-        told = name, stream, optimized, self._is_perturbed, is_under_way
-        setup = Setup(self._exchanged, self._connect, self._slots, *told)
-        self._steps = self._make_steps(parts, setup)
-        note_exchanged(trainable, self._slots, self._engine)
+        told = stream, optimized, self._is_perturbed, is_under_way
+        self._steps = self._make_steps(parts, Setup(self._exchanged, self._connect, *told))
+        note_exchanged(trainable, parts.slots, self._engine)
         self._await_optimizer(always=True)
 
     def _make_streams(
@@ -159,7 +158,7 @@ class DDPCompressor(DistributedCompressor):
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""
-        return HookState(self), exchange_bucket
+        return HookState(self), HookState.exchange
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""

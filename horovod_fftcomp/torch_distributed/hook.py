@@ -80,10 +80,3 @@ def note_passes(model: torch.nn.Module) -> PassNote:
     if not notes:
         model.register_forward_pre_hook(note)
     return note
-
-
-def exchange_bucket(
-    state: HookState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of a bucket's averages over all ranks."""
-    return state.exchange(bucket)

@@ -87,7 +87,7 @@ class HSDPCompressor(DistributedCompressor):
         return super()._facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:
-        peers = RankGroup(self._peers, f"{setup.name}.peers", self._settings.timeout_s)
+        peers = RankGroup(self._peers, f"{parts.name}.peers", self._settings.timeout_s)
         return ShardDriver(parts, setup, self._model, peers)
 
 
@@ -119,7 +119,7 @@ class ShardDriver(DDPStepDriver):
 
     def note_reduced(self, shards: torch.Tensor) -> None:
         """Note that FSDP has reduced a module's gradients; FSDP calls it before it writes them."""
-        self._connection.check()
+        self._connection.watch.check()
         self.check_unbroken()
         backward = torch._C._current_graph_task_id()
         if _is_nested(shards.is_cuda):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,13 +25,12 @@ import torch.distributed as dist
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
 from horovod_fftcomp.adapter.stalls import ranges
+from horovod_fftcomp.adapter.threads import ThreadRound, Worker
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
-from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks, node_size_of
-from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
 _NAME_NBYTES = 64
@@ -42,6 +41,10 @@ _PATIENCE_S = 5.0  # how long an exit waits for threads to look
 _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
+
+# A collective: its work, None if nothing is sent; its output; data that are kept until it ends.
+Started: TypeAlias = tuple[Any, Callable[[], torch.Tensor], torch.Tensor]
+SizesOf: TypeAlias = Callable[[Sequence[int]], Array]  # those of every rank, given this rank's
 
 _under_way: set[Any] = set()  # collectives for which threads wait
 _parking = threading.Event()
@@ -142,6 +145,26 @@ class RankGroup:
         """Return True: only ranks that take part have this object."""
         return True
 
+    def reduce(self, total: torch.Tensor) -> Any:
+        """Start to replace ``total`` by its sum over ranks."""
+        return self.sums.allreduce([total])
+
+    def broadcast(self, output: torch.Tensor, root: int) -> Any:
+        """Start to replace ``output`` by that of the rank with index ``root``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.sums.broadcast([output], options)
+
+    def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
+        """Start to gather every rank's ``own`` in ``rows``."""
+        return self.gathers.allgather([list(rows)], [own])
+
+    def exchange(
+        self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]
+    ) -> Any:
+        """Start to send a part of ``data`` to each rank; ``sizes`` come from each."""
+        return self.gathers.alltoall_base(output, data, sizes, splits)
+
     def sizes(self, name: str, own: Sequence[int]) -> Array:
         """Return every rank's sizes, int64 ``[ranks, sizes]``; ``name`` must be equal.
 
@@ -149,9 +172,10 @@ class RankGroup:
         """
         label = name.encode()[-_NAME_NBYTES:].ljust(_NAME_NBYTES)
         header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
-        to_each = torch.from_numpy(np.tile(header, (self.size(), 1)))
-        rows, splits = torch.empty_like(to_each), [1] * self.size()
-        _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
+        to_each = torch.from_numpy(np.tile(header, (len(self.ranks), 1)))
+        rows, splits = torch.empty_like(to_each), [1] * len(self.ranks)
+        with _told(name):
+            _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
         names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
             compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
@@ -173,46 +197,22 @@ class NetworkThread:
         self._worker.submit(prepare)
         self._aborted = threading.Event()
 
-    def send(self, round_: Round, name: str, group: RankGroup) -> QueuedRound:
+    def send(self, round_: Round, name: str, group: RankGroup) -> ThreadRound:
         """Start a round without waiting; ``group``: its participants."""
-        device = None if is_on_host(round_.data) else self._device
-        fetched = device.fetch(round_.data) if device else lambda: round_.data
+        if self._device is None or is_on_host(round_.data):
+            output = self._worker.submit(_completed, lambda: round_.data, round_, name, group)
+            return ThreadRound(output, name, self._aborted)
+        fetched = self._device.fetch(round_.data)
         output = self._worker.submit(_completed, fetched, round_, name, group)
-        return QueuedRound(output, name, self._aborted, device)
+        return ThreadRound(output, name, self._aborted, self._device.upload)
 
-    def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> QueuedRound:
+    def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> ThreadRound:
         """Start to gather every rank's sizes, int64 ``[ranks, sizes]``; see ``RankGroup``."""
-        output = self._worker.submit(_or_mismatch, name, lambda: group.sizes(name, own))
-        return QueuedRound(output, name, self._aborted, None)
+        return ThreadRound(self._worker.submit(group.sizes, name, own), name, self._aborted)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
         self._aborted.set()
-
-
-class QueuedRound:
-    """Round that was sent; ``device``: where its data were, None for the host."""
-
-    def __init__(
-        self, output: Future[Array], name: str, aborted: threading.Event, device: Device | None
-    ) -> None:
-        self._output, self._name, self._aborted, self._device = output, name, aborted, device
-        self.is_done = output.done
-
-    def wait(self, timeout_s: float) -> Any:
-        """Return the output: an array of NumPy, or of the device if the data were there.
-
-        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, if the network
-        was aborted, or if a rank has ended.
-        """
-        limit = time.monotonic() + timeout_s
-        while not self.is_done():
-            if self._aborted.is_set() or time.monotonic() > limit:
-                raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
-            with contextlib.suppress(TimeoutError):  # of this look
-                self._output.exception(min(timeout_s, _LOOK_S))
-        output = self._output.result()
-        return output if self._device is None else self._device.upload(output)
 
 
 def ranks_per_node(group: RankGroup) -> int:
@@ -239,63 +239,63 @@ def node_groups(
 
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
-    data = torch.from_numpy(fetched())
-    collective = _COLLECTIVES[round_.collective]
-    return _or_mismatch(name, lambda: collective(data, round_, name, group).numpy())
+    data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
+    with _told(name):
+        work, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
+        if work is not None:
+            _wait_for(work)
+        return output().numpy()
 
 
-def _or_mismatch(name: str, collective: Callable[[], Array]) -> Array:
-    """Return the output of a collective; ConfigMismatchError if Gloo fails."""
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Raise ConfigMismatchError in place of an error of Gloo."""
     try:
-        return collective()
-    except RuntimeError as error:  # of Gloo
+        yield
+    except RuntimeError as error:
         raise ConfigMismatchError(
             f"{name!r} failed, since a rank has ended or cannot be reached; look at the other "
             f"ranks' output for the first error ({error})"
         ) from error
 
 
-def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
-    """Return all ranks' data. Gloo gathers equal sizes only, so shorter data are padded."""
-    n_ranks = group.size()
-    sizes = group.sizes(name, [data.numel()] * n_ranks)[:, 0].tolist()
-    longest = max(sizes)
-    rows = data.new_empty(n_ranks, longest)
-    if longest:
-        missing = longest - data.numel()
-        padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-        _wait_for(group.gathers.allgather([list(rows)], [padded]))
-    if min(sizes) == longest:
-        return rows.reshape(-1)
-    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-
-def _reduced(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
+def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     total = data if round_.in_place else data.clone()
-    if total.numel():
-        _wait_for(group.sums.allreduce([total]))
-    return total
+    return group.reduce(total) if total.numel() else None, lambda: total, data
 
 
-def _broadcast(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
+def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     output = data.clone()
-    if output.numel():
-        options = dist.BroadcastOptions()
-        options.rootRank = round_.root
-        _wait_for(group.sums.broadcast([output], options))
-    return output
+    work = group.broadcast(output, round_.root) if output.numel() else None
+    return work, lambda: output, data
 
 
-def _exchanged(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
-    to_each = group.sizes(name, round_.splits)
+def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+    to_each = sizes_of(round_.splits)
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
-    if to_each.any():
-        _wait_for(group.gathers.alltoall_base(output, data, sizes, list(round_.splits)))
-    return output
+    if not to_each.any():
+        return None, lambda: output, data
+    return group.exchange(output, data, sizes, list(round_.splits)), lambda: output, data
 
 
-_COLLECTIVES: Mapping[str, Callable[[torch.Tensor, Round, str, RankGroup], torch.Tensor]] = {
+def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+    """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded."""
+    sizes = sizes_of([data.numel()] * group.size())[:, 0].tolist()
+    longest = max(sizes)
+    rows = data.new_empty(len(sizes), longest)
+    missing = longest - data.numel()
+    padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
+
+    def output() -> torch.Tensor:
+        if min(sizes) == longest:
+            return rows.view(-1)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+    return group.gather(rows, padded) if longest else None, output, padded
+
+
+STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, SizesOf], Started]] = {
     "allgather": _gathered,
     "allreduce": _reduced,
     "alltoall": _exchanged,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import CodeType
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +14,15 @@ import torch.distributed as dist
 
 from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.adapter.threads import Worker
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
-from horovod_fftcomp.engine.overlap import Pending, Slot
+from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
-from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
-from horovod_fftcomp.torch_distributed.worker import Inline, Worker
 from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than the
@@ -41,8 +40,6 @@ class Setup(NamedTuple):
 
     parameters: Parameters
     connect: Callable[[], None]
-    slots: Sequence[Slot | None]
-    name: str
     stream: SideStream
     optimized: OptimizedParameters
     is_perturbed: Callable[[], bool]
@@ -74,15 +71,14 @@ class DDPStepDriver(steps.StepDriver):
 
     def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        parameters, self._connect, self._slots, self._name, self._stream = setup[:5]
-        self._optimized, self._is_perturbed = setup.optimized, setup.is_perturbed
+        parameters, self._connect, self._stream, self._optimized, self._is_perturbed, _ = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._scale = 1.0 / parts.engine.world_size
-        self._pipeline = OrderedPipeline(
-            parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
-        )
+        where = self._connection.send, self._name, self._set
+        timeout_s = parts.settings.timeout_s
+        self.pipeline = Pipeline(parts.engine, *where, self._deliver, timeout_s, is_ordered=True)
         self._worker: Worker | Inline = Inline()
         self._on_streams = setup.is_under_way is not None
         self._is_under_way = setup.is_under_way or (lambda: False)
@@ -93,8 +89,6 @@ class DDPStepDriver(steps.StepDriver):
             [parameters.names.index(tensor.name) for tensor in bucket.tensors]
             for bucket in parts.engine.buckets
         ]
-        self._computes = False
-        self._hidden_s = self._encoded_s = 0.0  # up to now; up to the last step
         self._reset()
         parts.connection.watch.follow(self, parameters.names)
 
@@ -113,9 +107,9 @@ class DDPStepDriver(steps.StepDriver):
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""
         arrival = Arrival(bucket.buffer(), self._numbers.gradients(bucket), bucket.is_last())
+        self.pipeline.last_came = time.perf_counter()
         self._submit(arrival, bucket.index() == 0)
         if arrival.is_last:
-            self._hidden_s += self._engine.costs.encode_s - self._encoded_s
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
         return arrival.future
 
@@ -125,7 +119,7 @@ class DDPStepDriver(steps.StepDriver):
         self._close()
 
     def _submit(self, arrival: Arrival, begins: bool) -> None:
-        self._connection.check()
+        self._connection.watch.check()
         if begins or not self._inside:
             self.check_unbroken()  # else the end of the backward pass raises the error itself
         if begins and self._inside:
@@ -153,7 +147,6 @@ class DDPStepDriver(steps.StepDriver):
                     self.thrown_away.end(number, arrival.gradients[number])
         finally:  # whoever frees gradients or state now must not give their memory away too early
             self._stream.join()
-        self._encoded_s = self._engine.costs.encode_s
         self._reset()
         self._note_closed()
 
@@ -172,16 +165,8 @@ class DDPStepDriver(steps.StepDriver):
         self._worker.submit(lambda: None).result()
         self._stream.join()
         super().abandon()
-        self._pipeline.abandon()
+        self.pipeline.abandon()
         self._reset()
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are not the engine's, in seconds."""
-        return super().times() | {
-            "encode_hidden_s": self._hidden_s,
-            "encode_wait_s": self._engine.costs.encode_s - self._hidden_s,
-            "wait_s": self._pipeline.wait_s,
-        }
 
     # Called in the watch's thread.
 
@@ -192,16 +177,12 @@ class DDPStepDriver(steps.StepDriver):
         if not self._inside and not self._broken_by and self._is_under_way():
             # The host has launched the last step and goes on, the GPU waits for other ranks.
             step, inside, counts = step - 1, True, (len(self._names), 0)
-        return Progress(step, *counts, inside, self._computes, doing=f"step {step}")
+        busy = self.pipeline.is_computing
+        return Progress(step, *counts, inside, busy, doing=f"step {step}")
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
         return [number for number in range(len(self._names)) if number not in self._arrivals]
-
-    def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return True: a step is under way until its last gradient is finished."""
-        del running
-        return True
 
     # Called in the worker's thread.
 
@@ -233,17 +214,21 @@ class DDPStepDriver(steps.StepDriver):
         self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
         self._collect_dense(arrival)
         compressed = [number for number in grads if self._slots[number] is not None]
-        flat = dict(zip(compressed, self._flat([grads[n] for n in compressed]), strict=True))
+        on_gpu = self._engine.device is not None
+        values = arrays.flat_float32([grads[n] for n in compressed], in_place=on_gpu)
+        flat = dict(zip(compressed, values, strict=True))
         unused = self._unused_everywhere(flat) if self._keeps_unused else ()
         for number, values in flat.items():
             slot = self._slots[number]
             assert slot is not None  # only these are compressed
-            self._record(slot.bucket, {slot.position: values})
+            if self._recorded is not None:
+                self._record(slot.bucket, {slot.position: values})
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
-                self._start(slot.bucket)
-        self._pipeline.poll()
+                self._arrived[slot.bucket] = {}
+                self.pipeline.start(slot.bucket, arrived)
+        self.pipeline.advance()
         if arrival.is_last:
             self._finish()
 
@@ -266,24 +251,11 @@ class DDPStepDriver(steps.StepDriver):
         where = self._engine.device, self._optimized.read_in_place
         self._replicas.begin(self._engine.step, *where, self._is_perturbed())
 
-    def _start(self, bucket: int) -> None:
-        arrived, self._arrived[bucket] = self._arrived[bucket], {}
-        self._computes = True  # the first call compiles kernels
-        try:
-            self._pipeline.start(bucket, [arrived[index] for index in range(len(arrived))])
-        finally:
-            self._computes = False
-
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
-        self._pipeline.finish()
+        self.pipeline.finish()
         for pending, dense in self._dense:
             self._deliver_dense(pending.wait(self._settings.timeout_s), dense)
-
-    def _flat(self, grads: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
-        on_gpu = self._engine.device is not None
-        return arrays.flat_in_place(grads) if on_gpu else arrays.flat_float32(grads)
 
     def _unused_everywhere(self, flat: Mapping[int, Any]) -> set[int]:
         """Return the numbers of the parameters whose gradients are zero on all ranks.
@@ -367,11 +339,4 @@ class DDPStepDriver(steps.StepDriver):
         self._returned += 1
 
     def _send(self, round_: Round, what: str) -> Pending:
-        computes, self._computes = self._computes, False  # the host may wait for sizes
-        try:
-            return self._connection.send(round_, f"{self._name}.{what}", self._set)
-        finally:
-            self._computes = computes
-
-    def _send_bucket(self, round_: Round, bucket: int, number: int) -> Pending:
-        return self._send(round_, f"{bucket}.{number}")
+        return self._connection.send(round_, f"{self._name}.{what}", self._set)

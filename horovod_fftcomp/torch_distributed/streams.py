@@ -10,18 +10,18 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import STARTS, NetworkThread, RankGroup
 from horovod_fftcomp.types import Array
 
-_Sizes: TypeAlias = Callable[[Sequence[int]], Array]  # of every rank, given this rank's
 _SWITCH = "HOROVOD_FFTCOMP_NCCL"
 _ON_HOST = ("gloo", "mpi", "ucc")  # for whose collectives the host waits
 _all_gather: Any = getattr(dist, "all_gather_single", None)  # its name in later versions
@@ -88,8 +88,9 @@ class StreamNetwork:
         on = self._groups[tuple(group.ranks)]
         if on is not self._last and self._pending is not None:
             self._pending.join()  # so that no two communicators are at work at a time
-        sizes = functools.partial(self._sizes, name, group)
-        self._last, self._pending = on, _LAUNCH[round_.collective](given, round_, group, on, sizes)
+        sizes = _own if round_.equal else functools.partial(self._sizes, name, group)
+        started = STARTS[round_.collective](given, round_, _StreamGroup(on, group), sizes)
+        self._last, self._pending = on, StreamRound(*started)
         return self._pending
 
     def make_groups(self, every: Iterable[Sequence[int]]) -> None:
@@ -118,61 +119,33 @@ class StreamNetwork:
                 backend.abort()
 
 
-def _reduced(
-    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
-) -> StreamRound:
-    total = data if round_.in_place else data.clone()
-    work = dist.all_reduce(total, group=on, async_op=True) if len(total) else None
-    return StreamRound(work, lambda: total, data)
+def _own(sizes: Sequence[int]) -> Array:
+    """Return every rank's sizes if all have those of this rank."""
+    return np.tile(sizes, (len(sizes), 1))
 
 
-def _broadcast(
-    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
-) -> StreamRound:
-    output, root = data.clone(), group.ranks[round_.root]
-    work = dist.broadcast(output, root, group=on, async_op=True) if len(output) else None
-    return StreamRound(work, lambda: output, data)
+class _StreamGroup(NamedTuple):
+    """The collectives of a ``RankGroup``, by the process group ``on``, for streams to wait."""
 
+    on: dist.ProcessGroup
+    group: RankGroup
 
-def _exchanged(
-    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
-) -> StreamRound:
-    own, to_each = list(round_.splits), sizes_of(round_.splits)
-    sizes = to_each[:, group.rank()].tolist()
-    output = data.new_empty(sum(sizes))
-    if not to_each.any():
-        return StreamRound(None, lambda: output, data)
-    work = dist.all_to_all_single(output, data, sizes, own, group=on, async_op=True)
-    return StreamRound(work, lambda: output, data)
+    def rank(self) -> int:
+        return self.group.rank()
 
+    def size(self) -> int:
+        return self.group.size()
 
-def _gathered(
-    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
-) -> StreamRound:
-    """Gather all ranks' data; shorter ones are padded."""
-    sizes = [len(data)] * group.size()
-    if not round_.equal:
-        sizes = sizes_of(sizes)[:, 0].tolist()
-    longest = max(sizes)
-    rows = data.new_empty(group.size(), longest)
-    if not longest:
-        return StreamRound(None, lambda: rows.view(-1), data)
-    padded = data
-    if len(data) < longest:
-        padded = torch.cat([data, data.new_zeros(longest - len(data))])
-    work = _all_gather(rows.view(-1), padded, group=on, async_op=True)
+    def reduce(self, total: torch.Tensor) -> Any:
+        return dist.all_reduce(total, group=self.on, async_op=True)
 
-    def output() -> torch.Tensor:
-        if min(sizes) == longest:
-            return rows.view(-1)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+    def broadcast(self, output: torch.Tensor, root: int) -> Any:
+        return dist.broadcast(output, self.group.ranks[root], group=self.on, async_op=True)
 
-    return StreamRound(work, output, padded)
+    def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
+        return _all_gather(rows.view(-1), own, group=self.on, async_op=True)
 
-
-_LAUNCH = {
-    "allgather": _gathered,
-    "allreduce": _reduced,
-    "alltoall": _exchanged,
-    "broadcast": _broadcast,
-}
+    def exchange(
+        self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]
+    ) -> Any:
+        return dist.all_to_all_single(output, data, sizes, splits, group=self.on, async_op=True)

@@ -11,21 +11,18 @@ import torch
 from horovod_fftcomp.engine.engine import Engine
 
 
-def flat_float32(grads: Iterable[torch.Tensor | None]) -> list[np.ndarray | None]:
+def flat_float32(grads: Iterable[torch.Tensor | None], in_place: bool = False) -> list[Any]:
     """Return ``grads`` as 1-D float32 arrays in C order, None for None; no copy without need.
 
     C order does not depend on strides, so ranks with different memory formats agree. Tensors on a
-    GPU are copied to the host.
+    GPU are copied to the host, or with ``in_place`` returned as tensors on it.
     """
+    if in_place:
+        return [g if g is None else g.detach().to(torch.float32).reshape(-1) for g in grads]
     return [
         None if grad is None else grad.detach().to("cpu", torch.float32).reshape(-1).numpy()
         for grad in grads
     ]
-
-
-def flat_in_place(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return the same as tensors on the devices of ``grads``."""
-    return [None if grad is None else grad.detach().to(torch.float32).reshape(-1) for grad in grads]
 
 
 def not_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,19 +59,11 @@ class OptimizedParameters:
         ``exchanged``: numbers of the parameters whose gradients Horovod has passed in this step.
         """
         self.refresh()
-        if len(self._optimized) == len(exchanged):
+        if len(self._optimized) in (0, len(exchanged)):
             return
-        alone = [
-            number
-            for number in self._optimized
-            if number not in exchanged
-            and number not in self._warned
-            and (tensor := self.tensors[number]).requires_grad
-            and tensor.grad is not None
-            and not tensor.grad.is_sparse  # sparse ones are gathered by Horovod
-        ]
-        self._warn_of(
-            alone,
+        grads = {n: self.tensors[n].grad for n in self._optimized if n not in exchanged}
+        self._warn_of(  # Horovod gathers sparse ones itself
+            [number for number, grad in grads.items() if grad is None or not grad.is_sparse],
             "since they were frozen or not in the optimizer when hvd.DistributedOptimizer was "
             "made; without compression Horovod would not reduce them either. Make the optimizer "
             "with all parameters that will ever train, and the compressor and "
@@ -82,22 +74,21 @@ class OptimizedParameters:
     def warn_of_unfrozen(self) -> None:
         """Warn, once for each parameter, of trained ones that were frozen when DDP was made."""
         frozen = range(self._n_trainable, len(self.tensors))
-        alone = [
-            number
-            for number in frozen
-            if (tensor := self.tensors[number]).requires_grad
-            and tensor.grad is not None
-            and number not in self._warned
-            and not is_exchanged(tensor)  # by another DDP
-        ]
         self._warn_of(
-            alone,
+            [n for n in frozen if (it := self.tensors[n]).requires_grad and not is_exchanged(it)],
             "since they were frozen when DistributedDataParallel was made; without compression DDP "
             "would not average them either. Wrap the model while all parameters that will ever "
             "train have requires_grad=True; freeze layers after that",
         )
 
-    def _warn_of(self, alone: Sequence[int], reason: str) -> None:
+    def _warn_of(self, numbers: Sequence[int], reason: str) -> None:
+        alone = [
+            number
+            for number in numbers
+            if number not in self._warned
+            and (tensor := self.tensors[number]).requires_grad
+            and tensor.grad is not None
+        ]
         if not alone:
             return
         self._warned.update(alone)

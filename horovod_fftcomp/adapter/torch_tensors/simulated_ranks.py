@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_fftcomp.adapter.compressor import slots_of
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets, with_policy
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
 from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.simulation import exchange_once
@@ -61,14 +61,7 @@ class SimulatedLearners:
         buckets = make_buckets(specs, policy, rules, *sizes)
         self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
-        slots = {
-            name: Slot(b, i)
-            for b, names in enumerate(self._buckets)
-            for i, name in enumerate(names)
-        }
-        note_exchanged(
-            self._parameters.tensors, [*map(slots.get, self._parameters.names)], self._engines[0]
-        )
+        note_exchanged(self._parameters.tensors, slots_of(specs, buckets), self._engines[0])
         self._numels = {t.name: math.prod(t.shape) for t in specs}
         self._dense = {t.name for t in specs}.difference(*self._buckets)
         self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]

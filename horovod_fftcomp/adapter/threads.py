@@ -1,13 +1,21 @@
-"""Thread of a compressor that runs functions in the order in which they were submitted."""
+"""Threads of a compressor, and rounds that they carry out."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+from horovod_fftcomp.adapter.stalls import no_answer
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.types import Array
+
+_LOOK_S = 0.25  # how often a wait looks whether to give up
 
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
@@ -32,17 +40,36 @@ class Worker:
         return future
 
 
-class Inline:
-    """The same interface without a thread: ``submit`` runs a function before it returns."""
+class ThreadRound:
+    """Round that a thread carries out; ``output``: the future of its output.
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Return the future of ``function(*arguments)``, which has run."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # whoever waits for the future raises it
-            future.set_exception(error)
-        return future
+    ``converted`` is called with the output, by the thread that waits; waits fail from when
+    ``aborted`` is set.
+    """
+
+    def __init__(
+        self,
+        output: Future[Array],
+        name: str,
+        aborted: threading.Event | None = None,
+        converted: Callable[[Array], Any] = lambda output: output,
+    ) -> None:
+        self._output, self._name, self._converted = output, name, converted
+        self._aborted = aborted or threading.Event()
+        self.is_done = output.done
+
+    def wait(self, timeout_s: float) -> Any:
+        """Return the output; raise the error of the round.
+
+        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds.
+        """
+        limit = time.monotonic() + timeout_s
+        while not self.is_done():
+            if self._aborted.is_set() or time.monotonic() > limit:
+                raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
+            with contextlib.suppress(TimeoutError):  # of this look
+                self._output.exception(min(timeout_s, _LOOK_S))
+        return self._converted(self._output.result())
 
 
 def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:
