@@ -37,6 +37,11 @@ def test_cores_are_dealt_out_to_the_processes_of_a_machine(monkeypatch):
         monkeypatch.setenv("HOROVOD_LOCAL_SIZE", local_size)
         Engine([], 0, 1)  # a new compressor reads them anew
         assert get_num_threads() == expected
+    monkeypatch.delenv("HOROVOD_LOCAL_SIZE")
+    for tasks, expected in (("3", 4), ("4(x2),3", 3), ("6,2", 2)):  # as srun writes them
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        Engine([], 0, 1)
+        assert get_num_threads() == expected
     set_num_threads(11)
     assert get_num_threads() == 11
 

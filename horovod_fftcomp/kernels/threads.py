@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -22,6 +23,7 @@ _LOCAL_SIZE = (
     "HOROVOD_LOCAL_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",  # such as 4(x2),3: that of the first node
 )
 _MOST = 8  # more threads gain nothing: the kernels are limited by memory bandwidth
 
@@ -60,7 +62,8 @@ def get_own_cores() -> int:
 
 def get_local_size() -> int:
     """Return the number of processes that the launcher has started on this machine, or 1."""
-    return max(1, next((int(os.environ[name]) for name in _LOCAL_SIZE if name in os.environ), 1))
+    found = next((os.environ[name] for name in _LOCAL_SIZE if name in os.environ), "1")
+    return max(1, int(re.split("[(,]", found)[0]))
 
 
 def ranges(n_items: int, least: int) -> list[tuple[int, int]]:

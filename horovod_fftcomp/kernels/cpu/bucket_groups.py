@@ -169,9 +169,9 @@ class SparseGroup(Group):
         return rows
 
     def _memory(self) -> tuple:
-        tallies = np.zeros(len(self._pieces.table), TALLY)
-        kinds = zip(self._sizes, (np.int32, np.uint64, np.uint64), strict=True)
-        return tallies, *(empty(size, kind) for size, kind in kinds)
+        found, words, packed = self._sizes
+        shared = empty(found, np.int32), empty(words, np.uint64), empty(packed, np.uint64)
+        return np.zeros(len(self._pieces.table), TALLY), *shared
 
     def _to_encode(self) -> tuple:
         return self._forward, self._span

@@ -97,9 +97,7 @@ class HostCoder:
                 message[self._slices[number]] = one.payload
             return one
 
-        if not self._others:
-            return {}
-        ones = threads.each(encode, [(number,) for number in self._others])
+        ones = threads.each(encode, [(n,) for n in self._others]) if self._others else []
         return dict(zip(self._others, ones, strict=True))
 
     def _encode_members(
@@ -176,9 +174,8 @@ class HostCoder:
         if self._signs:
             keys[self._signs] = bit_of_zero(step, rank)
         if self._dithers:
-            shared = counter_rng.draws(self._names, step, 0)[self._dithers]
-            half = np.uint64(32)
-            keys[self._dithers] = shared >> half << half | np.uint64(counter_rng.spaced(rank))
+            high = counter_rng.draws(self._names, step, 0)[self._dithers] & ~np.uint64(0xFFFFFFFF)
+            keys[self._dithers] = high | np.uint64(counter_rng.spaced(rank))
         return keys
 
     def _encode(
