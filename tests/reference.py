@@ -209,6 +209,7 @@ def take_chosen(
     return positions.size, pack_bits(codes, coding.bits)
 
 
+@_quiet
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it.
 

@@ -283,7 +283,7 @@ def test_a_decayed_residual_is_that_of_the_scaled_array(key):
 def test_a_momentum_keeps_what_was_sent(key):
     bucket = Bucket(key, SHAPES)
     grads, none = bucket.grads(0), [None] * len(bucket.shapes)
-    message, encoded = bucket.encode(grads, none, momentum=True)
+    message, encoded = bucket.encode(grads, none, keeps_sent=True)
     assert message.tobytes() == bucket.encode(grads, none)[0].tobytes()
     for grad, kept, shape in zip(grads, encoded.residuals, bucket.shapes, strict=True):
         if grad is None:

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import platform
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from horovod_fftcomp import get_codec, get_num_threads, set_num_threads
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.host.ops import HOST
+from horovod_fftcomp.kernels.ops import Feedback
+from horovod_fftcomp.types import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,48 @@ def test_ranges_cover_all_items_once(n, count):
     found = threads.ranges(n, 8)
     assert [i for begin, end in found for i in range(begin, end)] == list(range(n))
     assert len(found) <= max(1, min(count, n // 8))
+
+
+def test_work_that_shares_out_its_own_work_ends():
+    set_num_threads(2)
+    inner = [(n,) for n in range(3)]
+    found = threads.each(
+        lambda n: sum(threads.each(lambda m: n * m, inner)), [(n,) for n in range(9)]
+    )
+    assert found == [3 * n for n in range(9)]
+
+
+@pytest.mark.parametrize("recipe", ["strom", "adacomp", "wangni", "hard_threshold"])
+def test_many_large_tensors_of_unknown_size_are_encoded(recipe):
+    set_num_threads(2)
+    options = {"threshold": 2.0} if recipe == "hard_threshold" else {}
+    tensors = [Tensor(str(n), (400_000,)) for n in range(5)]
+    grads = list(np.random.default_rng(0).standard_normal((5, 400_000), np.float32))
+    coder = HOST.coder([get_codec(recipe, **options)] * 5, tensors, 1)
+    encoded = coder.encode(grads, {}, (1, 0), Feedback(), False)
+    sums = coder.decode_sum(encoded.message, False).sums
+    for grad, total, left in zip(grads, sums, encoded.residuals, strict=True):
+        slack = 1e-6 * float(np.abs(total).max())
+        np.testing.assert_allclose(total + left, grad, rtol=1e-5, atol=slack)
+
+
+def test_after_an_error_nothing_runs_any_more():
+    set_num_threads(2)
+    started, end, ended = threading.Event(), threading.Event(), []
+
+    def work(n):
+        if n == 0:
+            started.wait(100)
+            end.set()
+            raise ZeroDivisionError
+        started.set()
+        end.wait(100)
+        time.sleep(0.05)
+        ended.append(n)
+
+    with pytest.raises(ZeroDivisionError):
+        threads.each(work, [(0,), (1,)])
+    assert ended == [1]
 
 
 def test_parts_run_at_the_same_time_and_errors_come_through():

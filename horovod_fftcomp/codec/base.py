@@ -218,15 +218,13 @@ class PayloadCodec(abc.ABC):
             key = self.key_at(rng_key) if self.draws else 0
             payload = cpu_kernels().encode_tensor(self, flat, x.shape, key)
             if payload is not None:
-                return self._with_dtype(payload, dtype)
-        kernels = kernels or cpu_kernels()
-        coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)
-        options: dict[str, Any] = {"kernels": kernels, "keep_residual": False, "rng_key": rng_key}
-        return self.encode_coeffs(coeffs, x.shape, dtype, **options).payload
+                return self._with_dtype(payload, dtype, wire.read_header(payload))
+        options: dict[str, Any] = {"kernels": kernels or cpu_kernels(), "rng_key": rng_key}
+        coeffs = self.coeffs_of(flat, x.shape, options["kernels"], own=False)
+        return self.encode_coeffs(coeffs, x.shape, dtype, keep_residual=False, **options).payload
 
-    def _with_dtype(self, payload: Array, dtype: str, header: Header | None = None) -> Array:
+    def _with_dtype(self, payload: Array, dtype: str, header: Header) -> Array:
         """Return a payload whose header has this dtype, the same one if it has it already."""
-        header = header or wire.read_header(payload)
         if header.dtype == dtype:
             return payload
         payload, plan = payload.copy(), self.plan(header.shape, header.k)

@@ -1,7 +1,6 @@
-"""Kernels, the arithmetic that every backend implements.
+"""Kernels, the arithmetic: ``cpu`` (Numba) and ``cuda``.
 
-Each function of ``cpu`` (Numba) has the name and the parameters of one in ``reference``, which is
-plain NumPy and the definition.
+The NumPy of the methods (``codec.methods``) and ``tests/reference.py`` define it.
 """
 
 import os

@@ -12,8 +12,9 @@ import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -32,6 +33,7 @@ _DEFAULT_FENV = ctypes.c_void_p(-1)  # FE_DFL_ENV
 _libm = ctypes.CDLL("libm.so.6")
 
 _num_threads: int | None = None
+_own = threading.local()
 
 
 def set_num_threads(count: int) -> None:
@@ -76,13 +78,20 @@ def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
 
 
 def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result]:
-    """Return the list of ``work(*argument)`` for ``arguments``; the calls run in parallel."""
+    """Return the list of ``work(*argument)`` for ``arguments``; the calls run in parallel.
+
+    One after another in a thread of the pool, which might otherwise wait for itself. All have ended
+    when this returns or raises: they may write to memory of the caller.
+    """
     first, *others = arguments
-    if not others:
-        return [work(*first)]
+    if not others or getattr(_own, "is_of_pool", False):
+        return [work(*argument) for argument in (first, *others)]
     pool = _pool(get_num_threads())
     futures = [pool.submit(work, *argument) for argument in others]
-    return [work(*first), *(future.result() for future in futures)]
+    try:
+        return [work(*first), *(future.result() for future in futures)]
+    finally:
+        wait(futures)
 
 
 @contextlib.contextmanager
@@ -103,8 +112,12 @@ def ieee_arithmetic() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def _pool(n_threads: int) -> ThreadPoolExecutor:
-    # A thread inherits the floating-point environment of the one that starts it.
-    return ThreadPoolExecutor(n_threads, "fftcomp-kernel", _libm.fesetenv, (_DEFAULT_FENV,))
+    return ThreadPoolExecutor(n_threads, "fftcomp-kernel", _begin)
+
+
+def _begin() -> None:
+    _libm.fesetenv(_DEFAULT_FENV)  # a thread inherits that of the one that starts it
+    _own.is_of_pool = True
 
 
 # A forked child has its parent's pool but not its threads: submitted work would never run.

@@ -32,7 +32,7 @@ class Encoding(NamedTuple):
 
 
 class CudaMethod(NamedTuple):
-    """Description of a method for kernels of whole buckets: CUDA's, and ``cpu.bucket_dense``.
+    """Description of a method for kernels of whole buckets, CUDA's and the CPU's.
 
     ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``; "coded" for entropy-coded
     levels. ``grid``: of methods that are not of signs. ``clip``: standard deviations to which

@@ -16,7 +16,7 @@ from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import addresses
-from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
+from horovod_fftcomp.kernels.cpu.bucket_groups import Group, SparseGroup, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
 from horovod_fftcomp.types import Array, Arrays, Shape
 from horovod_fftcomp.wire.positions import Layout
@@ -86,7 +86,9 @@ class BucketCodec:
             firsts = self._kept.firsts[here], self._totals.firsts[here]
             self._groups.append((here, kind(own[here], *firsts)))
         self.draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
-        self._is_cut = any(group.is_cut for _, group in self._groups)
+        cut = [group for _, group in self._groups if group.is_cut]
+        self._needs_sums = any(isinstance(group, SparseGroup) for group in cut)
+        self._is_cut = bool(cut)
         self._zeros = np.zeros(max((size for _, size in self._sizes), default=0), np.float32)
 
     def encode(
@@ -97,14 +99,15 @@ class BucketCodec:
         keys: Array | None = None,
         keep: bool = True,
         decay: float = 1.0,
-        momentum: bool = False,
+        keeps_sent: bool = False,
     ) -> Encoded:
         """Write the members' payloads into ``message``, uint8 zeros.
 
         ``grads``: flat float32; None is sent as zeros, without its residual. ``residuals``: as of
         the codecs, None for zeros; multiplied by ``decay`` first. ``keys``: the codecs' ``key_at``,
-        uint64; None if no codec draws. ``keep``: return the new residuals; with ``momentum``, too,
-        and they contain what was sent. Raises ValueError for an array of another dtype or size.
+        uint64; None if no codec draws. ``keep``: return the new residuals; with ``keeps_sent``,
+        too, and they contain what was sent. Raises ValueError for an array of another dtype or
+        size.
         """
         frozen = [number for number, grad in enumerate(grads) if grad is None]
         if frozen:
@@ -118,20 +121,22 @@ class BucketCodec:
             raise ValueError("keys are None, but a codec of this bucket draws random numbers")
         at = addresses("gradient", grads, self._sizes)
         old = addresses("residual", residuals, self._formats)
-        keep = keep or momentum
-        kept = self._kept.new() if keep or self._is_cut else None
+        keep |= keeps_sent
+        is_used = keep or self._needs_sums or (self._is_cut and old.any())
+        kept = self._kept.new() if is_used else None
         start = 0 if kept is None else kept.ctypes.data
         peaks = np.empty(len(self.members), np.int64)
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
-        options = np.float32(decay), keep and not momentum
+        options = np.float32(decay), keep and not keeps_sent
         for here, group in self._groups:
             columns = at[here], old[here], self._offsets[here], numbers[here], peaks[here]
             group.encode(columns, start, message, *options)
         if kept is None or not keep:
             return Encoded([None] * len(peaks), peaks)
-        views = self._kept.views(kept)
-        lost = [] if momentum else np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist() + self._raw
-        for number in [*frozen, *lost]:
+        views, lost = self._kept.views(kept), frozen
+        if not keeps_sent:
+            lost = [*frozen, *self._raw, *np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist()]
+        for number in lost:
             views[number] = None
         return Encoded(views, peaks)
 

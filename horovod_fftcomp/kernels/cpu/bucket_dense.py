@@ -252,7 +252,7 @@ def _sides_of(row, starts, sums, counts):
 
 @inlined
 def _write_means(row, starts, sums, counts, sides):
-    """Write the means of either sign in each row; see ``OneBit.encode_signs``."""
+    """Write the means of either sign in each row; see ``OneBit.encode``."""
     piece = 0
     for r in range(sides.shape[0]):
         first, below = piece, 0

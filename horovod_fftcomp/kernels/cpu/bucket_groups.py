@@ -275,7 +275,7 @@ def groups_of(
             kind = codec.transform
         elif isinstance(codec, DenseCodec) and isinstance(codec.method, Dither):
             kind = codec.method.form()
-        elif isinstance(codec, DenseCodec) and codec.method.cuda is not None:
+        elif isinstance(codec, DenseCodec) and getattr(codec.method.cuda, "kind", "") in _METHODS:
             kind = DenseGroup
         if kind is not None:
             groups.setdefault(kind, []).append(number)

@@ -13,7 +13,7 @@ from numba.extending import overload
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, RANGE, fitted_grid
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
-from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.bucket_rank import block_of, limits_of, options_of, peak_of, rank
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
@@ -96,18 +96,18 @@ def _coefficients_by(grad, addend, coeffs, transform, span, tiles, low, high, fo
     return identity if transform is types.none else transformed
 
 
-def _sum(total, first_span, span, bitmaps, streams, codings, bits, transform, tiles):
+def _sum(total, span, bitmaps, streams, codings, bits, transform, tiles):
     """Write the sum of all payloads; return a corrupt payload or -1."""
 
 
 @overload(_sum)
-def _sum_by(total, first_span, span, bitmaps, streams, codings, bits, transform, tiles):
-    def identity(total, first_span, span, bitmaps, streams, codings, bits, transform, tiles):
-        return sum_groups(total, first_span, np.int64(1), bitmaps, streams, codings, bits)
+def _sum_by(total, span, bitmaps, streams, codings, bits, transform, tiles):
+    def identity(total, span, bitmaps, streams, codings, bits, transform, tiles):
+        return sum_groups(total, np.int64(0), np.int64(1), bitmaps, streams, codings, bits)
 
-    def transformed(total, first_span, span, bitmaps, streams, codings, bits, transform, tiles):
+    def transformed(total, span, bitmaps, streams, codings, bits, transform, tiles):
         return inverse_of_sum(
-            total, first_span, span, bitmaps, streams, codings, bits, *transform, tiles
+            total, np.int64(0), span, bitmaps, streams, codings, bits, *transform, tiles
         )
 
     return identity if transform is types.none else transformed
@@ -244,7 +244,8 @@ def sum_sparse(
     """
     block, is_complex = block_of(transform)
     width, tiles = 2 if is_complex else 1, np.empty(2 * LANES * block, np.float32)
-    bitmaps, streams, scratch = _memory(first, end, pieces, members, n_ranks, span // width)
+    memory = _memory(first, end, pieces, members, n_ranks, width, span // width)
+    bitmaps, streams, whole, scratch = memory
     codings, bits = np.empty((n_ranks, 7), np.int64), np.empty(n_ranks, np.int64)
     for q in range(first, end):
         piece = pieces[q]
@@ -265,47 +266,51 @@ def sum_sparse(
                 ok = _add_values(values, scales[m, p], total)
             else:
                 fill_coding(row.kind, row.bits, scales[m, p], grid, codings[p])
-                bits[p] = _read(
-                    row, payload, begin // width, width, scratch, bitmaps[p], streams[p]
-                )
+                parts = scratch, whole, bitmaps[p], streams[p]
+                bits[p] = _read(row, piece, width, payload, *parts)
                 ok = bits[p] >= 0
             if not ok:
                 break
         if ok and row.layout != _RAW:
-            sums = bitmaps, streams, codings, bits, transform, tiles
-            ok = _sum(total, begin // span, span, *sums) < 0
+            ok = _sum(total, span, bitmaps, streams, codings, bits, transform, tiles) < 0
         if not ok:
             bad[m] = 1
 
 
 @inlined
-def _memory(first, end, pieces, members, n_ranks, span):
-    """Return memory for bitmaps and codes of all ranks, and for packed positions.
+def _memory(first, end, pieces, members, n_ranks, width, span):
+    """Return memory for bitmaps and codes of a piece, for a whole bitmap and for packed positions.
 
-    ``span``: bins that are summed at a time.
+    ``span``: bins that are summed at a time. The first two are of all ranks, the others of one.
     """
-    n_bins = n_codes = n_positions = np.int64(0)
+    longest, most, n_whole = longest_of(pieces, first, end), np.int64(0), np.int64(0)
     for q in range(first, end):
         row = members[pieces[q].member]
-        if row.layout != _RAW:
-            n_bins = max(n_bins, (row.n + span - 1) // span * span)
-            n_codes = max(n_codes, row.payload_nbytes - row.values_offset)
-            n_positions = max(n_positions, row.positions_nbytes)
-    bitmaps = np.empty((n_ranks, n_bins // 64), np.uint64)
-    streams = np.empty((n_ranks, n_codes // 8 + PADDING), np.uint64)
-    return bitmaps, streams, np.empty(n_positions // 8 + 4, np.uint64)
+        most, n_whole = max(most, row.payload_nbytes), max(n_whole, row.n * (pieces[q].parts > 1))
+    bitmaps = np.empty((n_ranks, (longest // width + span - 1) // span * span // 64), np.uint64)
+    streams = np.empty((n_ranks, min(longest // 2, most // 8) + PADDING + 2), np.uint64)
+    whole, scratch = np.empty((n_whole + 63) // 64, np.uint64), np.empty(most // 8 + 4, np.uint64)
+    return bitmaps, streams, whole, scratch
 
 
 @inlined
-def _read(row, payload, first, width, scratch, bitmap, stream):
-    """Write all positions, and the codes from bin ``first`` on; return the bit where these begin.
+def _read(row, piece, width, payload, scratch, whole, bitmap, stream):
+    """Write bitmap and codes of a piece; return the bit where its codes begin.
 
-    -1 for corrupt positions.
+    -1 for corrupt positions. ``whole``: memory for the bitmap of a tensor in several pieces.
     """
-    if not _read_positions(row, payload, scratch, bitmap):
+    first, last = piece.begin // width // 64, (piece.end // width + 63) // 64
+    target = bitmap if piece.parts == 1 else whole
+    if not _read_positions(row, payload, scratch, target):
         return np.int64(-1)
-    bit = count_bits(bitmap[: first // 64]) * width * row.bits
-    fill_words(payload[row.values_offset + bit // 64 * 8 :], stream)
+    if piece.parts > 1:
+        copy_into(bitmap[: last - first], whole[first:last])
+        bitmap[last - first :] = np.uint64(0)
+    bit = count_bits(target[:first]) * width * row.bits
+    n_bits = (bit & 63) + count_bits(target[first:last]) * width * row.bits
+    begin = row.values_offset + bit // 64 * 8
+    codes = payload[begin : begin + (n_bits + 7) // 8]
+    fill_words(codes, stream[: (n_bits + 63) // 64 + PADDING])
     return bit & 63
 
 

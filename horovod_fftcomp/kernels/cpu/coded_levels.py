@@ -288,7 +288,7 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
 
 @kernel
 def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
-    """Add the values of consecutive chunks; return 0, or which fault the first invalid one has."""
+    """Add the values of consecutive chunks; return 0, or another number for an invalid one."""
     bucket, at = numbers[0], 0
     levels, symbols = np.empty(CHUNK, np.int32), np.empty(GROUP, np.uint8)
     dithers, parts = np.empty(GROUP, np.uint32), np.empty(GROUP, np.uint8)

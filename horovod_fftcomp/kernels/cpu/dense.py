@@ -26,7 +26,7 @@ _U = np.uint32
 
 @inlined
 def fill_random(key, group, out):
-    """Write the random words of a group; see ``reference.random_words``."""
+    """Write the random words of a group; see ``counter_rng.random_words``."""
     z = np.uint64(key) + np.uint64(group) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -57,7 +57,7 @@ def write_words(codes, m, radix, digits, words):
 
 @inlined
 def read_words(words, m, radix, digits, codes):
-    """Unpack the ``m`` codes of a group; return the largest. See ``reference.unpack_words``."""
+    """Unpack the ``m`` codes of a group; return the largest. See ``radix.unpack_words``."""
     width = (m + digits - 1) // digits
     rest = np.empty(width, np.uint32)
     copy_into(rest, words)
@@ -118,7 +118,7 @@ def moments_by_group(values, sums):
 
 @inlined
 def fold(lanes):
-    """Return the sum of partial sums, which are overwritten; see ``reference.lane_sums``."""
+    """Return the sum of partial sums, which are overwritten; see ``methods.sums.lane_sums``."""
     width = lanes.size // 2
     while width:
         for j in range(width):
@@ -129,7 +129,7 @@ def fold(lanes):
 
 @inlined
 def _norm(part, lanes):
-    """Return the L2 norm, float32; see ``reference.bucket_scales``."""
+    """Return the L2 norm, float32; see ``methods.levels``."""
     lanes[:] = 0.0
     whole = part.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -181,7 +181,7 @@ def _top(values):
 
 @inlined
 def _round(values, scale, top, random, codes, keep):
-    """Write the codes of values that share a scale; see ``reference.encode_levels``."""
+    """Write the codes of values that share a scale; see ``methods.levels``."""
     half = np.float32(np.float32(top) * np.float32(0.5))
     middle = np.int32(top // 2)
     if scale == 0:
@@ -237,7 +237,7 @@ def add_level_groups(total, words, scales, levels):
 
 @kernel
 def encode_octave_groups(values, words, base, top, key, first_group, keep):
-    """Write the words of consecutive groups; see ``reference.encode_octaves``."""
+    """Write the words of consecutive groups; see ``methods.natural``."""
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
     least, lowest = float_of(base << 23), np.int32(base << 23)

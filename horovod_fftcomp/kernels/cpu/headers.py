@@ -1,6 +1,6 @@
 """Headers of payloads in kernels: a header of scale 0 and the changes of its checksum are given.
 
-See ``header_and_changes`` of the CUDA tables, which makes both.
+See ``wire.header.header_and_changes``, which makes both.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ CUT = 1 << 15  # pieces begin at multiples of it: whole groups of keys, and whol
 # written, by one thread for all pieces of a tensor.
 ADD, RANK, SELECT, WRITE = range(4)
 
-_LEAST_CUT = 1 << 17  # reals of a tensor that is cut in pieces for several threads
+_LEAST_CUT = 1 << 18  # reals of a tensor that is cut in pieces for several threads
 
 
 class Pieces(NamedTuple):

@@ -13,7 +13,6 @@ from horovod_fftcomp.wire.radix import GROUP, LANES
 
 _DIGITS = 32
 _LEAST_VALUES = 1 << 15  # per thread, at least
-_NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
 SIGNS = (np.float32(1), np.float32(-1))  # of zeros; see ``_below``
 _U = np.uint32

@@ -46,7 +46,7 @@ class DeviceMessage(NamedTuple):
 class Velocities(NamedTuple):
     """Momentum applied to gradients before they are encoded, for codecs without a transform.
 
-    Arithmetic: ``reference.momentum_accumulate``. ``old``: velocities, None stands for zeros.
+    Arithmetic: ``momentum_accumulate`` of ``kernels.cpu``. ``old``: velocities, None for zeros.
     ``new``: arrays for the new velocities, None for a tensor without momentum in this step.
     ``factors``: addresses of factors of the gradients, uint64, 0 for none. ``masking``: new
     velocities become 0 where an element is sent, unless all of the tensor is.

@@ -159,7 +159,7 @@ class CountedGroup(TopKGroup):
     def _sums_below(
         self, kernel: Any, coeffs: np.uint64, n: int, limit: float
     ) -> tuple[int, Array]:
-        """Return ``reference.sums_below`` of a tensor; waits for the device."""
+        """Return ``sums_below`` of ``kernels.cpu`` of a tensor; waits for the device."""
         n_tiles = -(-n // TILE)
         parts = self.device.empty(n_tiles * structs.PART.itemsize, np.uint8)
         kernel(n_tiles, 32, [coeffs, np.uint64(n), np.uint32(pattern_of(limit)), parts], 0)

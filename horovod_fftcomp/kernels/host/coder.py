@@ -70,11 +70,10 @@ class HostCoder:
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> EncodedBucket:
         """Return the message of gradients plus residuals, and the new state."""
-        done: dict[int, _One] = {}
         message = zeros(self._bucket.message_nbytes, np.uint8) if self._is_fixed else None
+        done = self._encode_others(message, grads, state, at, feedback, measure)
         if message is not None and self._members:
-            done = self._encode_members(message, grads, state, at, feedback, measure)
-        done |= self._encode_others(message, grads, state, at, feedback, measure)
+            done |= self._encode_members(message, grads, state, at, feedback, measure)
         ones = [done[number] for number in range(len(self._tensors))]
         if message is None:
             message = joined([one.payload for one in ones])
@@ -188,17 +187,15 @@ class HostCoder:
         measure: bool,
     ) -> _One:
         """Encode one tensor."""
+        assert feedback.momentum is None  # whose codecs have kernels of buckets
         codec, (name, shape) = self._codecs[number], self._tensors[number]
-        residual, velocity = (state.get(k, {}).get(name) for k in ("residual", "velocity"))
-        keep, momentum, moved = feedback.keep or measure, feedback.momentum, None
+        residual, keep = state.get("residual", {}).get(name), feedback.keep or measure
         if grad is None:
             grad, keep, measure = np.zeros(math.prod(shape), np.float32), False, False
             coeffs = codec.coeffs_of(grad, shape, cpu, own=False)
-        elif momentum is not None:
-            coeffs, moved = add_momentum(grad, residual, velocity, momentum)
         else:
             if residual is not None and feedback.decay < 1:
-                residual = _scaled(residual, feedback.decay)
+                residual = residual * np.float32(feedback.decay)
             coeffs = codec.coeffs_of(grad, shape, cpu, residual, keep)
         wanted = codec.energy(coeffs.array, shape) if measure else 0.0
         subtract, key = keep and not feedback.keeps_sent, RngKey(at[0], name, at[1])
@@ -207,26 +204,19 @@ class HostCoder:
         )
         if keep and feedback.keeps_sent:
             return _One(payload, coeffs.array)
-        if moved is not None and new is not None and momentum is not None:
-            mask_velocity(momentum, codec.plan(shape), payload, moved)
         squares = None
         if measure and new is not None:
             squares = (energy_of(grad), wanted, codec.energy(new, shape))
-        elif measure and moved is not None and coeffs.peak <= LARGEST_FINITE_BITS:
-            squares = (energy_of(grad), wanted, 0.0)  # all is sent
         if new is None and feedback.beta < 1 and not codec.has_fixed_size:
             new = np.zeros_like(coeffs.array)  # as a GPU, which does not know that all is sent
-        return _One(payload, new if keep and feedback.keep else None, moved, squares)
+        return _One(payload, new if keep and feedback.keep else None, None, squares)
 
     def decode_sum(self, gathered: Array, sign: bool) -> Summed:
         """Return the sums of all ranks' messages; PayloadError for corrupt bytes."""
-        found = None
-        if self._is_fixed and self._members:
-            found = self._fixed_sums(gathered)
+        found = self._fixed_sums(gathered) if self._members else None
         if found is None:  # sizes vary, or a payload is not finite or corrupt
-            sums, _, finite = summed(self._codecs, self._tensors, gathered, self._n_ranks)
-        else:
-            sums, _, finite = found
+            found = summed(self._codecs, self._tensors, gathered, self._n_ranks)
+        sums, _, finite = found
         for total in sums if sign else ():
             cpu.majority_sign(total, self._n_ranks)
         return Summed(sums, Flags(finite), lambda: list(wire.split_payloads(gathered)))
@@ -251,12 +241,6 @@ class HostCoder:
             finite = finite and one.finite
         order = range(len(self._tensors))
         return BucketSum([sums[n] for n in order], [scales[n] for n in order], bool(finite))
-
-
-def _scaled(array: Array, factor: float) -> Array:
-    reals = array.view(np.float32)
-    out = cpu.empty(reals.size)
-    return np.multiply(reals, np.float32(factor), out=out).view(array.dtype)
 
 
 class HostCoderOps:

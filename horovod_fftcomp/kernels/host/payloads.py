@@ -12,6 +12,7 @@ from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.base import aligned
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
 from horovod_fftcomp.types import Array, Body, Tensor, Tensors
 from horovod_fftcomp.wire.header import Header
@@ -72,11 +73,12 @@ def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -
     expected = world_size * len(tensors)
     if len(payloads) != expected:
         raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
-    sums = [
-        sum_of(codec, tensor, bodies, headers)
-        for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True))
-        for headers, bodies in [tuple(zip(*payloads[number :: len(tensors)], strict=True))]
-    ]
+
+    def work(number: int) -> TensorSum:
+        headers, bodies = zip(*payloads[number :: len(tensors)], strict=True)
+        return sum_of(codecs[number], tensors[number], bodies, headers)
+
+    sums = threads.each(work, [(number,) for number in range(len(tensors))])
     finite = all(one.finite for one in sums)
     return BucketSum([one.total for one in sums], [one.scales for one in sums], finite)
 

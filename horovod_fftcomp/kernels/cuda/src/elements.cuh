@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(WORD_THREADS)
     if (!finite) atomicOr(&not_finite[number], 1u);
 }
 
-// The numbers that a group of 4096 is rounded by; see `reference.random_words`.
+// The numbers that a group of 4096 is rounded by; see `random_words` of wire/counter_rng.py.
 struct Draws {
     u32 low, high;
 
@@ -385,7 +385,7 @@ __device__ __forceinline__ float share_of(u32 number, u32 top) {
     return div_rn(float(int(2 * number) - int(top)), float(top));
 }
 
-// The powers of two below the scale, itself one; see `reference.encode_octaves`.
+// The powers of two below the scale, itself one; see codec/methods/natural.py.
 struct Octaves {
     u32 base, last;  // the biased exponent of the lowest; the level of the highest
 
