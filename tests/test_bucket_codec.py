@@ -244,17 +244,20 @@ def test_codecs_of_different_kinds_share_a_bucket():
         assert total.tobytes() == codec.decode_sum([wanted], KERNELS).tobytes()
 
 
-@each("key", ["topk", "fft-10-bits", "qsgd", "onebit"])
-def test_many_threads_compute_what_one_does(key):
-    bucket = Bucket(key, [(64, 64), (100,), (5000,), (2, 30_000), (256,)] * 8)
-    grads, none = bucket.grads(0, ("normal", "ties")), [None] * len(bucket.shapes)
+@each("key", ["topk", "fft-10-bits", "qsgd", "onebit", "natural", "terngrad", "dither"])
+@each("options", [{}, {"decay": 0.9}, {"keeps_sent": True}, {"keep": False}])
+def test_many_threads_compute_what_one_does(key, options):
+    bucket = Bucket(key, [(64, 64), (100,), (2, 300_000), (256,)] * 3)
+    grads, none = bucket.grads(0, ("normal", "ties", "nan", "frozen")), [None] * 12
     before = threads.get_num_threads()
     results = []
     try:
         for count in (1, 3):
             threads.set_num_threads(count)
-            message, encoded = bucket.encode(grads, none)
-            sums = bucket.table.sum(message, 1).totals
+            made = Bucket(key, [(64, 64), (100,), (2, 300_000), (256,)] * 3)
+            old = made.encode(made.grads(1, ("normal",)), none)[1].residuals
+            message, encoded = made.encode(grads, old, **options)
+            sums = made.table.sum(message, 1).totals
             results.append((message.tobytes(), encoded.residuals, sums))
     finally:
         threads.set_num_threads(before)

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as npst
 from horovod_fftcomp import get_codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.topk import (
     FEW_SAMPLES,
     GROUP,
@@ -156,20 +157,33 @@ def test_a_sample_that_misleads_costs_time_alone(n):
         assert kth_of_few(x, n, k, options, found) == topk_threshold(x, k, 1)[2:4]
 
 
-@pytest.mark.usefixtures("n_threads")
-@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_key_found_on_the_way_is_that_of_the_coefficients(kind, residual):
-    """``add`` and the transforms rank while they write; ``kth_key`` looks at what they wrote."""
-    n = 400_007
-    x = _keys_of_every_kind(n)[kind]
-    kernels, reference = load_backend("cpu"), load_backend("reference")
-    for make, bins in (
-        (lambda r, k: kernels.add_residual(x, r, k), 1),
-        (lambda r, k: kernels.forward_blocks(x, 64, r, k, False), 32),
-        (lambda r, k: kernels.forward_blocks(x, 128, r, k, True), 128),
-    ):
-        carried = make(None, 0).array[::-1].copy() if residual else None
-        for k in (1, n // 100, n // 7):
-            coeffs = make(carried, k)
-            assert coeffs[1:] == reference.topk_threshold(coeffs.array, k, bins)[1:]
+@pytest.mark.parametrize("kind", [*_keys_of_every_kind(1), "blocks", "few nonzero"])
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("topk", {"density": 0.001}), ("topk", {"density": 0.4}), ("fft", {"density": 0.01}),
+     ("fft", {"density": 0.4, "block": 64}), ("dct", {"block": 4096})],
+    ids=str,
+)  # fmt: skip
+def test_keys_counted_on_the_way_choose_what_is_ranked_afterwards(recipe, options, kind):
+    """One thread ranks a tensor when it is written; pieces of several count keys on the way."""
+    n = 600_007
+    more = {
+        "blocks": np.where(
+            np.arange(n) < n // 3, np.float32(5), np.float32(1)
+        ),  # misleads a sample
+        "few nonzero": np.where(np.arange(n) % 50_000 == 3, np.float32(2), np.float32(0)),
+    }
+    x, codec, found = {**_keys_of_every_kind(n), **more}[kind], get_codec(recipe, **options), []
+    before = threads.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            threads.set_num_threads(count)
+            table = BucketCodec([codec], [(n,)])
+            message = np.zeros(table.message_nbytes, np.uint8)
+            residual = x[::-1].copy() if recipe == "topk" else None
+            (left,) = table.encode([x], [residual], message).residuals
+            (total,) = table.sum(message, 1).totals
+            found.append((message.tobytes(), left.tobytes(), total.tobytes()))
+    finally:
+        threads.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
