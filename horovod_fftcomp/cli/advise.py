@@ -97,7 +97,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--steps", type=count, default=20, metavar="N", help="steps of a run (default: 20)")
     add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
-    add("--cores-per-rank", type=count, metavar="N", help="cores of a rank (default: its own here)")
+    add("--cores-per-rank", type=count, metavar="N", help="CPU cores of a rank (default: as here)")
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")

@@ -13,7 +13,9 @@ from horovod_fftcomp.kernels.cpu.topk import (
     FEW_SAMPLES,
     GROUP,
     SAMPLES,
+    below,
     count_groups,
+    drawn,
     fill_keys,
     keys_above,
     kth_by_bits,
@@ -27,7 +29,8 @@ from horovod_fftcomp.wire.positions import Layout
 
 _ALL, _RAW = int(Layout.ALL), int(Layout.RAW)
 _SAMPLED = 1 << 21  # reals of a tensor in one piece above which keys are counted on the way
-_SAMPLED_REALS = 1 << 17  # at most, of transforms, plus a tile
+# Of transforms: reals of a sample, in at least so many blocks where a tensor has eight times them.
+_SAMPLED_REALS, _LEAST_BLOCKS = 1 << 17, 64
 _SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies more than its size
 
 # What a piece tells the others: bits of its peak; the limits of the k-th key, both 0 if keys were
@@ -62,8 +65,8 @@ def _sample_by(grad, addend, decay, transform, tiles, keys):
         count = min(SAMPLES, max(FEW_SAMPLES, grad.size // 4096 * 64))
         stretch, random = grad.size // count, np.uint64(0)
         for i in range(count):
-            random = _drawn(random)
-            at = i * stretch + _below(random, stretch)
+            random = drawn(random)
+            at = i * stretch + below(random, stretch)
             as_float32(keys)[i] = grad[at] + addend[at] * decay if addend.size else grad[at]
             keys[i] &= np.int32(0x7FFFFFFF)
         return count
@@ -73,12 +76,12 @@ def _sample_by(grad, addend, decay, transform, tiles, keys):
         tile, n_blocks = LANES * length, grad.size // length
         rest, more = tiles[2 * tile : 3 * tile], tiles[3 * tile : 4 * tile]
         last, random = tiles[4 * tile : 5 * tile], np.uint64(0)
-        count = max(1, min(max(64, _SAMPLED_REALS // length), n_blocks // 8) // LANES)
+        count = max(1, min(max(_LEAST_BLOCKS, _SAMPLED_REALS // length), n_blocks // 8) // LANES)
         stretch, size = n_blocks // (count * LANES), tile if is_dct else tile // 2
         for t in range(count):
             for lane in range(LANES):
-                random = _drawn(random)
-                at = ((t * LANES + lane) * stretch + _below(random, stretch)) * length
+                random = drawn(random)
+                at = ((t * LANES + lane) * stretch + below(random, stretch)) * length
                 copy_into(rest[lane * length : (lane + 1) * length], grad[at : at + length])
                 if addend.size:
                     for i in range(length):
@@ -94,23 +97,12 @@ def _sample_by(grad, addend, decay, transform, tiles, keys):
 
 
 @inlined
-def _drawn(random):
-    return random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-
-
-@inlined
-def _below(random, n):
-    """Return a number from 0 to ``n`` - 1, at most 2^31, by random bits."""
-    return np.int64(random >> np.uint64(33)) * n >> 31
-
-
-@inlined
 def limits_of(piece, row, grad, residual, decay, transform, tiles):
     """Return limits of the k-th key, both 0 where keys need not be counted on the way."""
     is_small = piece.parts == 1 and row.reals <= _SAMPLED
     if is_small or row.layout == _ALL or row.layout == _RAW:
         return np.int64(0), np.int64(0)
-    keys = np.empty(_SAMPLED_REALS + (1 << 15), np.int32)
+    keys = np.empty(max(_SAMPLED_REALS, _LEAST_BLOCKS * block_of(transform)[0]), np.int32)
     n = _sample(grad, residual, decay, transform, tiles, keys)
     low, high = limits_among(keys[:n], row.k, row.n, 1 if transform is None else _SPREAD)
     return max(low, 1), high  # keys of 0, of which there may be many, are counted as the rest

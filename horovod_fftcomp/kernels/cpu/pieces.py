@@ -20,22 +20,8 @@ from horovod_fftcomp.types import Array
 # A piece of a tensor: its reals from ``begin`` to ``end``, the same numbers of its elements and of
 # its coefficients; the number of the tensor's first piece, and of all. ``found``, ``bitmap``,
 # ``packed``: where its part begins in the memory that the stages share; ``room``: for keys.
-PIECE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "member",
-            "begin",
-            "end",
-            "first",
-            "parts",
-            "found",
-            "room",
-            "bitmap",
-            "packed",
-        )
-    ]
-)
+_FIELDS = "member begin end first parts found room bitmap packed"
+PIECE = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 CUT = 1 << 15  # pieces begin at multiples of it: whole groups of keys, and whole tiles of blocks
 # Stages; a tensor in one piece goes through all of them in the first. Ranks are found, and payloads
 # written, by one thread for all pieces of a tensor.
@@ -121,7 +107,7 @@ def longest_of(pieces, first, end):
 
 @inlined
 def start_payload(row, message, offset, headers, changes, scale_bits, grid):
-    """Write the header of a payload; return its body, of zeros if the scale is ``NAN_BITS``."""
+    """Write the header of a payload, which is returned; zeros after it if the scale is NaN."""
     payload = message[offset : offset + row.payload_nbytes]
     start = headers[row.header : row.header + row.header_nbytes // 8]
     not_finite = scale_bits == NAN_BITS

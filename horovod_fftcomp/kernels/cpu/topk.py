@@ -51,14 +51,26 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
     keys[n:] = _NO_KEY
 
 
+@inlined
+def drawn(random):
+    """Return the random bits, uint64, that follow ``random``."""
+    return random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+
+
+@inlined
+def below(random, n):
+    """Return a number from 0 to ``n`` - 1, at most 2^31, by random bits."""
+    return np.int64(random >> np.uint64(33)) * n >> 31
+
+
 @kernel
 def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     """Fill ``keys`` with a stratified sample of the ``n``: one key at random from each stretch."""
     random = np.uint64(0x9E3779B97F4A7C15)
     stretch = n // keys.size
     for i in range(keys.size):
-        random = random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        at = i * stretch + (np.int64(random >> np.uint64(33)) * stretch >> 31)
+        random = drawn(random)
+        at = i * stretch + below(random, stretch)
         if is_complex:
             re, im = reals[2 * at] * scale, reals[2 * at + 1] * scale
             energy = re * re + im * im

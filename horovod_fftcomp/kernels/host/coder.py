@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import threading
@@ -117,13 +118,11 @@ class HostCoder:
             residuals = [None] * len(own)
         keys = self._keys(*at) if self._bucket.draws else None
         wanted: Arrays = []
-        if measure:  # the coefficients, before what is sent is subtracted
-            unused, inputs = np.zeros_like(message), (own, residuals)
-            wanted = self._bucket.encode(
-                *inputs, unused, keys, True, feedback.decay, True
-            ).residuals
-        options = keys, feedback.keep or measure, feedback.decay, feedback.keeps_sent
-        encoded = self._bucket.encode(own, residuals, message, *options)
+        encode = functools.partial(self._bucket.encode, own, residuals, decay=feedback.decay)
+        if measure:  # the coefficients that are sent below; this message is thrown away
+            wanted = encode(np.zeros_like(message), keys, keeps_sent=True).residuals
+        keep = feedback.keep or measure
+        encoded = encode(message, keys, keep=keep, keeps_sent=feedback.keeps_sent)
         done = {}
         for place, number in enumerate(self._members):
             residual, velocity, squares = encoded.residuals[place], moved[place], None
