@@ -3,9 +3,10 @@
     python benchmarks/calls.py --tensors 1 20
 
 Exchanges the gradients of so many weight matrices on a CPU with PyTorch, as one rank, and counts
-the calls of functions of ``horovod_fftcomp`` in all threads. Calls the compressor as Horovod's
-optimizer does, which itself exchanges nothing with one rank. Prints the smallest count of some
-steps, as polling adds a few. With ``--json FILE`` it writes the counts.
+the calls of functions of ``horovod_fftcomp`` in all threads, and its frames that are on the stack
+when a kernel reads gradients. Calls the compressor as Horovod's optimizer does, which itself
+exchanges nothing with one rank. Prints the smallest count of some steps, as polling adds a few.
+With ``--json FILE`` it writes the counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.found: Counter[tuple[str, str]] = Counter()
+        self.depth = 0
         self._counts = False
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -45,9 +48,13 @@ class Calls:
         if self._counts and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             file = frame.f_code.co_filename[len(PACKAGE) + 1 :]
             self.found[file, frame.f_code.co_qualname] += 1
+            if frame.f_code.co_qualname.startswith("Group.encode"):  # its kernels are no frames
+                frames = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
+                self.depth = max(self.depth, sum(name.startswith(PACKAGE) for name in frames))
 
     def __enter__(self) -> Calls:
         self.found.clear()
+        self.depth = 0
         self._counts = True
         sys.setprofile(self.note)
         return self
@@ -87,8 +94,8 @@ def count(n_tensors: int, recipe: str, width: int) -> dict[str, Any]:
     for _ in range(COUNTED):
         with calls:
             step()
-        steps.append(calls.found.copy())
-    functions = min(steps, key=lambda found: found.total())
+        steps.append((calls.found.copy(), calls.depth))
+    functions, depth = min(steps, key=lambda step: step[0].total())
     files: Counter[str] = Counter()
     for (file, _), number in functions.items():
         files[file] += number
@@ -101,6 +108,7 @@ def count(n_tensors: int, recipe: str, width: int) -> dict[str, Any]:
         "tensors": n_tensors,
         "recipe": recipe,
         "calls": files.total(),
+        "depth": depth,
         "us": round(1e6 * sorted(times)[TIMED // 2]),
         "files": dict(files.most_common()),
         "functions": {f"{file}:{name}": n for (file, name), n in functions.most_common()},
@@ -124,7 +132,7 @@ def main() -> None:
     for each in found:
         files, tensors = each["files"], each["tensors"]
         print(f"{args.recipe}, tensors: {tensors}, calls: {each['calls']}, files: {len(files)}")
-        print(f"{each['us']} us a step")
+        print(f"{each['depth']} frames deep, {each['us']} us a step")
         for name, number in each["functions" if args.functions else "files"].items():
             print(f"{number:7}  {name}")
     if args.json:
