@@ -426,15 +426,16 @@ def test_large_residuals_are_aligned_to_cache_lines():
 
 @each("quantizer", [RangeFloat(2), RangeFloat(5), RangeFloat(16), Float32(), BFloat16()])
 def test_a_compiled_coding_is_that_of_the_quantizer(quantizer):
+    from horovod_fftcomp.kernels.cpu.jit import kernel_of
     from horovod_fftcomp.kernels.cpu.value_codes import fill_coding
 
     kind = {RangeFloat: RANGE, Float32: FLOAT32, BFloat16: BFLOAT16}[type(quantizer)]
     rng = np.random.default_rng(0)
     edges = [0, 1, 0x007FFFFF, 0x00800000, 0x00800001, 0x3F800000, 0x7F7F8000, LARGEST_FINITE_BITS]
-    coding = np.empty(7, np.int64)
+    fill, coding = kernel_of(fill_coding), np.empty(7, np.int64)
     for peak in [*edges, *rng.integers(LARGEST_FINITE_BITS, size=500).tolist()]:
         scale = float(np.uint32(peak).view(np.float32))
         for grid in (0, 1, 77, 1 << 19, 1 << 31, (1 << 31) + 999, (1 << 32) - 1):
-            fill_coding(kind, quantizer.bits, peak, grid, coding)
+            fill(kind, quantizer.bits, peak, grid, coding)
             both = (scale, grid) if kind == RANGE else (scale,)
             assert tuple(coding.tolist()) == quantizer.coding(*both), hex(peak)

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 from numba.core import caching
 
-from horovod_fftcomp.kernels.cpu import jit, sparse
+from horovod_fftcomp.kernels.cpu import inlining, jit, sparse
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -82,6 +83,22 @@ def test_without_numbas_private_cache_kernels_compile_and_one_warning_says_so(mo
     assert len(warned) == 1
     assert [function(21) for function in compiled] == [42, 42]
     assert not any(function.stats.cache_path for function in compiled)
+
+
+def test_functions_of_kernels_also_compile_as_numba_does_it(monkeypatch):
+    """As with a version of Numba whose libraries of code are others."""
+    values = np.linspace(-3, 2, 1000, dtype=np.float32)
+    patterns = values.view(np.int32)
+    found = []
+    for is_as_expected in (True, False):
+        monkeypatch.setattr(inlining, "_IS_AS_EXPECTED", is_as_expected)
+        code = sparse.peak_bits.py_func.__code__
+        peak = inlining.inlined(types.FunctionType(code, vars(sparse), "peak"))
+        found.append(numba.njit(lambda x, peak=peak: peak(x[1:]))(patterns))
+        if is_as_expected:
+            with pytest.raises(TypeError):
+                peak(patterns)
+    assert found == [np.abs(values[1:]).max().view(np.int32)] * 2
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from horovod_fftcomp.kernels.cpu.coded_levels import (
     room_and_limit,
     tables_of,
 )
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.wire import coded_levels
 from horovod_fftcomp.wire.coded_levels import (
     BINS,
@@ -163,12 +164,15 @@ def test_levels_that_do_not_fit_are_those_of_a_coarser_grid(n, ratio, monkeypatc
         assert body.any() == fits
 
 
+ENCODE_CHUNKS, ADD_CHUNKS = kernel_of(encode_coded_chunks), kernel_of(add_coded_chunks)
+
+
 def _compiled_encode(values, form, body, key, keep):
     """As ``encode_coded`` of the method, by the compiled kernel."""
     numbers, costs, _, *encoders = tables_of(form)
     body[:KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
     chunks = values, body[KEY_WORDS:], _rooms(form, values.size), np.uint64(key), 0, keep
-    scale = encode_coded_chunks(*chunks, numbers, costs, *encoders)
+    scale = ENCODE_CHUNKS(*chunks, numbers, costs, *encoders)
     return scale if np.isfinite(scale) else np.nan
 
 
@@ -177,7 +181,7 @@ def _compiled_add(total, form, body, scale):
     numbers, _, decoders, *_ = tables_of(form)
     key = np.uint64(int(body[0]) | int(body[1]) << 32)
     chunks = total, body[KEY_WORDS:], _rooms(form, total.size), key, 0, np.float32(scale)
-    assert add_coded_chunks(*chunks, numbers, decoders) == 0
+    assert ADD_CHUNKS(*chunks, numbers, decoders) == 0
 
 
 def _rooms(form, n):

@@ -15,6 +15,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels.cpu import bucket
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.dense import read_words, write_words
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire.counter_rng import draw
@@ -66,6 +67,9 @@ def test_words_hold_any_numbers_below_the_radix(radix):
         _check_compiled(codes, np.uint32(radix), words)
 
 
+WRITE_WORDS, READ_WORDS = kernel_of(write_words), kernel_of(read_words)
+
+
 def _check_compiled(codes, radix, words):
     """Assert that the CPU kernels pack each group into the same words, and unpack these."""
     digits, at = digits_of(int(radix)), 0
@@ -73,9 +77,9 @@ def _check_compiled(codes, radix, words):
         group, m = np.full(GROUP + 32, 99, np.uint32), min(GROUP, codes.size - begin)
         group[:m] = codes[begin : begin + m]
         packed = np.empty(count_words(m, int(radix)), np.uint32)
-        write_words(group, m, radix, digits, packed)
+        WRITE_WORDS(group, m, radix, digits, packed)
         assert packed.tobytes() == words[at : (at := at + packed.size)].tobytes()
-        assert read_words(packed, m, radix, digits, group) == codes[begin : begin + m].max()
+        assert READ_WORDS(packed, m, radix, digits, group) == codes[begin : begin + m].max()
         assert group[:m].tolist() == codes[begin : begin + m].tolist()
 
 

@@ -11,17 +11,19 @@ from hypothesis.extra import numpy as npst
 from horovod_fftcomp import get_codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import topk
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.topk import (
     FEW_SAMPLES,
     GROUP,
-    _sample,
     key_scale,
-    kth_of_few,
 )
 from tests.backends import BACKENDS, load_backend
 from tests.contracts import positions_chosen
 from tests.reference import key_exponent, max_abs_bits, topk_threshold
+
+kth_of_few, sample = kernel_of(topk.kth_of_few), kernel_of(topk._sample)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
 def test_a_sample_that_misleads_costs_time_alone(n):
     options, places = (False, 1, np.float32(1)), np.arange(n, dtype=np.int32)
     n_samples = min(FEW_SAMPLES, n // 512 * 64)
-    sampled = _sample(places.view(np.float32), n, *options, np.empty(n_samples, np.int32))
+    sampled = sample(places.view(np.float32), n, *options, np.empty(n_samples, np.int32))
     x = np.linspace(0.1, 1, n, dtype=np.float32)
     x[sampled] += 9  # all of the sample lies above all the rest
     found = np.empty(-(-n // GROUP) * GROUP, np.int32)

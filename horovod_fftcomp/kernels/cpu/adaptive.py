@@ -7,8 +7,9 @@ import numpy as np
 from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import count_bits
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.positions import run_count_bits
 from horovod_fftcomp.kernels.cpu.sparse import collect, scatter
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import mask_above
@@ -118,7 +119,7 @@ def take_chosen(
     array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
 ) -> tuple[int, Array]:
     """Return (number of ones in the bitmap; packed codes of the float32 values there)."""
-    packed = empty(count_bits(bitmap) * coding.bits // 64 + PADDING, np.uint64)
+    packed = empty(run_count_bits(bitmap) * coding.bits // 64 + PADDING, np.uint64)
     numbers = np.array(coding, np.int64)
     bits = _take_chosen(array, bitmap, np.float32(least), numbers, keep, packed)
     return bits // coding.bits, packed.view(np.uint8)[: (bits + 7) // 8]

@@ -9,7 +9,8 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array, Arrays
 
 _DATA = 16  # offset of the pointer to the data in an array object, fixed by NumPy's C interface

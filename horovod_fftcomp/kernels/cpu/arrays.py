@@ -14,7 +14,7 @@ from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 
 
 def _view(dtype: Any) -> Any:

@@ -12,7 +12,8 @@ from horovod_fftcomp.kernels.cpu.addresses import floats_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32, as_uint32
 from horovod_fftcomp.kernels.cpu.coded_levels import add_coded_chunks, encode_coded_chunks
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
     WRITE,

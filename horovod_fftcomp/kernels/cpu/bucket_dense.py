@@ -18,7 +18,8 @@ from horovod_fftcomp.kernels.cpu.dense import (
     moments_by_group,
 )
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
     SELECT,

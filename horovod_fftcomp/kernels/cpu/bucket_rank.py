@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, copy_into
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 from horovod_fftcomp.kernels.cpu.topk import (
     FEW_SAMPLES,
     GROUP,

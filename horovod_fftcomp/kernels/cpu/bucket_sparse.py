@@ -16,7 +16,8 @@ from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.bucket_rank import block_of, limits_of, options_of, peak_of, rank
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
     RANK,

@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.dense import fill_random
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 from horovod_fftcomp.kernels.cpu.rans import decode_chunk, encode_chunk
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
@@ -57,7 +57,7 @@ def room_and_limit(form: CodedLevels, n: int) -> tuple[int, int]:
     return form.room(n), coded.FRACTION * (32 * form.room(n) - form.slack(n))
 
 
-@kernel
+@inlined
 def encode_coded_chunks(
     values, body, rooms, key, first, keep, numbers, costs, freqs, reciprocals, shifts, biases
 ):  # fmt: skip
@@ -286,7 +286,7 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
                 total[i] += np.float32(step * sent)
 
 
-@kernel
+@inlined
 def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
     """Add the values of consecutive chunks; return 0, or another number for an invalid one."""
     bucket, at = numbers[0], 0

@@ -9,8 +9,9 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import view_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32, copy_into
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.positions import as_words, run_count_bits
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import trailing_zeros
@@ -309,7 +310,7 @@ def _unpack_bits(stream, bits, codes):
 
 def positions_of(bitmap: Array) -> Array:
     """Return the positions of the ones of a bitmap, int64, ascending."""
-    positions = np.empty(count_bits(bitmap), np.int64)
+    positions = np.empty(run_count_bits(bitmap), np.int64)
     _positions_of(bitmap, positions)
     return positions
 
@@ -327,13 +328,13 @@ def _positions_of(bitmap, positions):
 
 def sum_sparse(a: Body, b: Body) -> Array:
     """Return the float32 values of the sum of two sparse vectors, at the union of positions."""
-    bitmaps, values = (a.bitmap, b.bitmap), empty(count_bits(a.bitmap | b.bitmap))
+    bitmaps, values = (a.bitmap, b.bitmap), empty(run_count_bits(a.bitmap | b.bitmap))
     # One value more: the kernel reads the next value of both before it knows which it needs.
     x, y = (np.append(part.packed.view(np.float32), np.float32(0)) for part in (a, b))
 
     def work(begin: int, end: int) -> None:
-        i, j = (count_bits(words[:begin]) for words in bitmaps)
-        at = count_bits(a.bitmap[:begin] | b.bitmap[:begin])
+        i, j = (run_count_bits(words[:begin]) for words in bitmaps)
+        at = run_count_bits(a.bitmap[:begin] | b.bitmap[:begin])
         _merge(a.bitmap[begin:end], x[i:], b.bitmap[begin:end], y[j:], values[at:])
 
     threads.each(work, threads.ranges(a.bitmap.size, _LEAST_WORDS))

@@ -6,7 +6,8 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import sketch_bits
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, copy_into
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.types import Array
@@ -88,10 +89,10 @@ def read_words(words, m, radix, digits, codes):
 def moments(values: Array) -> tuple[int, Array, Array]:
     """Return (bits of the largest magnitude, sums and sums of squares of groups, float64)."""
     sums = np.empty((-(-values.size // GROUP), 2))
-    return moments_by_group(values, sums), sums[:, 0], sums[:, 1]
+    return run_moments_by_group(values, sums), sums[:, 0], sums[:, 1]
 
 
-@kernel
+@inlined
 def moments_by_group(values, sums):
     """Write the groups' sums and sums of squares, ``[n, 2]``; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
@@ -114,6 +115,9 @@ def moments_by_group(values, sums):
             second[j] += x * x
         sums[group, 0], sums[group, 1] = fold(first), fold(second)
     return peak
+
+
+run_moments_by_group = kernel_of(moments_by_group)
 
 
 @inlined
@@ -142,7 +146,7 @@ def _norm(part, lanes):
     return np.float32(min(np.sqrt(fold(lanes)), _LARGEST))
 
 
-@kernel
+@inlined
 def encode_level_groups(values, levels, scales, words, key, first_group, keep):
     """Write scales and words of consecutive groups; return the bits of the peak."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
@@ -215,7 +219,7 @@ def _round(values, scale, top, random, codes, keep):
             values[i] -= np.float32(scale * np.float32(twice / np.float32(top)))
 
 
-@kernel
+@inlined
 def add_level_groups(total, words, scales, levels):
     """Add the values of consecutive groups; return the largest level."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
@@ -235,7 +239,7 @@ def add_level_groups(total, words, scales, levels):
     return np.int64(largest)
 
 
-@kernel
+@inlined
 def encode_octave_groups(values, words, base, top, key, first_group, keep):
     """Write the words of consecutive groups; see ``methods.natural``."""
     random = np.empty(GROUP, np.uint32)
@@ -280,7 +284,7 @@ def _add_values(part, codes, shift, sign):
     return highest
 
 
-@kernel
+@inlined
 def add_octave_groups(total, words, base, top):
     """Add the values of consecutive groups; return the largest level, 255 for an invalid code."""
     codes = np.empty(GROUP + _SLACK, np.uint32)

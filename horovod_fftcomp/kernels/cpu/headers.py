@@ -10,7 +10,7 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.arrays import as_uint64
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 
 NAN_BITS = 0x7FC00000
 _VALUES_WORD = wire.SCALE_OFFSET // 8  # the scale and, above it, the grid

@@ -131,6 +131,11 @@ def kernel(function: Callable[..., Any]) -> Any:
         return njit(cache=False, nogil=True)(function)
 
 
+def kernel_of(function: Any) -> Any:
+    """Return a function that is compiled into kernels as a kernel, which Python can call."""
+    return kernel(getattr(function, "py_func", function))  # itself, if compiling is disabled
+
+
 def _kept_on_disk(function: Callable[..., Any]) -> Any:
     """Compile a function, and have ``_Files`` keep it in the place of Numba's own class."""
     compiled: Any = njit(cache=True, nogil=True)(function)
@@ -156,7 +161,3 @@ def _warn_of_no_cache(found: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-# For functions that kernels call; they are compiled into the kernels.
-inlined: Any = njit(nogil=True)

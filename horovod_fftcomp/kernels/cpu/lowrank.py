@@ -8,7 +8,8 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fold
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 
 _COLUMNS = 2048  # of a row at a time: they stay in the L1 cache while all products are added

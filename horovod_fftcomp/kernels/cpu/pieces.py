@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, peak_bits
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.types import Array

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
-from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, trailing_zeros
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import unary_bits
 
 
-@kernel
+@inlined
 def count_bits(bitmap):
     """Return the number of ones in 64-bit words."""
     total = 0
@@ -20,12 +21,18 @@ def count_bits(bitmap):
     return total
 
 
-@kernel
+run_count_bits = kernel_of(count_bits)
+
+
+@inlined
 def bitmap_has(bitmap, n, k):
     """Return whether 64-bit words have ``k`` ones, all of them among the first ``n`` bits."""
     if n % 64 and bitmap[-1] >> np.uint64(n % 64) != 0:
         return False
     return count_bits(bitmap) == k
+
+
+run_bitmap_has = kernel_of(bitmap_has)
 
 
 def as_words(packed: Array, n_words: int) -> Array:
@@ -46,7 +53,7 @@ def pack_bitmap(bitmap: Array, n: int) -> Array:
 def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
     """Return the bitmap that ``pack_bitmap`` packed; ValueError unless it has ``k`` ones."""
     bitmap = as_words(packed, (n + 63) // 64)
-    if not bitmap_has(bitmap, n, k):
+    if not run_bitmap_has(bitmap, n, k):
         raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap
 
@@ -56,11 +63,11 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     n_unary = unary_bits(n, k, low_bits)
     unary = zeros((n_unary + 63) // 64, np.uint64)
     offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
-    write_offsets(bitmap, low_bits, unary, offsets)
+    run_write_offsets(bitmap, low_bits, unary, offsets)
     return np.concatenate([pack_bitmap(unary, n_unary), pack_bitmap(offsets, k * low_bits)])
 
 
-@kernel
+@inlined
 def write_offsets(bitmap, low_bits, unary, offsets):
     """Write the counts in unary and the offsets of the positions to words of zeros."""
     one, found, bit = np.uint64(1), 0, 0
@@ -80,6 +87,9 @@ def write_offsets(bitmap, low_bits, unary, offsets):
             found += 1
 
 
+run_write_offsets = kernel_of(write_offsets)
+
+
 def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     """Return the bitmap of the ``k`` positions that ``pack_offsets`` packed."""
     n_unary = unary_bits(n, k, low_bits)
@@ -89,12 +99,12 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
         raise ValueError("the offsets are cut short")
     offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
     bitmap = zeros((n + 63) // 64, np.uint64)
-    if not read_offsets(unary, offsets, low_bits, n, bitmap):
+    if not run_read_offsets(unary, offsets, low_bits, n, bitmap):
         raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap
 
 
-@kernel
+@inlined
 def read_offsets(unary, offsets, low_bits, n, bitmap):
     """Set the bits of the positions; return False unless they ascend and are below n."""
     last, found, bit = np.int64(-1), 0, 0
@@ -115,3 +125,6 @@ def read_offsets(unary, offsets, low_bits, n, bitmap):
             bit += low_bits
             found += 1
     return True
+
+
+run_read_offsets = kernel_of(read_offsets)

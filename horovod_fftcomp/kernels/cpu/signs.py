@@ -7,7 +7,8 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.dense import fold
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
@@ -18,7 +19,7 @@ SIGNS = (np.float32(1), np.float32(-1))  # of zeros; see ``_below``
 _U = np.uint32
 
 
-@kernel
+@inlined
 def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
     """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty.
 
@@ -98,7 +99,7 @@ def _sides(part, up, down):
     fold(down)
 
 
-@kernel
+@inlined
 def subtract_sign_rows(values, sides, length, first, zero):
     """Subtract each value's side of its row; ``first``: the index of the first value."""
     one, other = (0, 1) if zero > _ZERO else (1, 0)
@@ -113,7 +114,7 @@ def subtract_sign_rows(values, sides, length, first, zero):
         at = end
 
 
-@kernel
+@inlined
 def add_sign_groups(total, words, sides, length, first):
     """Add the sides of signs in consecutive groups; ``first``: the index of the first value."""
     bits = np.empty(GROUP + _DIGITS, np.uint32)

@@ -10,7 +10,8 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel, kernel_of
 from horovod_fftcomp.kernels.cpu.positions import count_bits
 from horovod_fftcomp.kernels.cpu.topk import (
     GROUP,
@@ -47,16 +48,19 @@ def max_abs_bits(values: Array) -> int:
     """Return the largest bit pattern of any |component|; 0x7F800000 or more with Inf or NaN."""
     patterns = values.view(np.int32)
     ranges = threads.ranges(patterns.size, _LEAST_VALUES)
-    return max(threads.each(lambda a, b: peak_bits(patterns[a:b]), ranges))
+    return max(threads.each(lambda a, b: run_peak_bits(patterns[a:b]), ranges))
 
 
-@kernel
+@inlined
 def peak_bits(patterns):
     """Return the largest magnitude of float32 bit patterns, int32."""
     peak = np.int32(0)
     for pattern in patterns:
         peak = max(peak, pattern & np.int32(_MAGNITUDE))
     return np.int64(peak)
+
+
+run_peak_bits = kernel_of(peak_bits)
 
 
 def count_above(values: Array, key: int) -> int:
@@ -89,7 +93,7 @@ def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
 
     def add(begin: int, end: int) -> int:
         here = slice(begin * GROUP, end * GROUP)
-        return add_groups(flat[here], addend[here], out[here], 0, 0, _NO_KEYS)[0]
+        return run_add_groups(flat[here], addend[here], out[here], 0, 0, _NO_KEYS)[0]
 
     peaks = threads.each(add, threads.ranges(-(-flat.size // GROUP), LEAST_GROUPS))
     return with_threshold(out, max(peaks), k, 1)
@@ -110,7 +114,7 @@ def with_threshold(coeffs: Array, peak: int, k: int, bins_per_block: int) -> Coe
     return Coefficients(coeffs, peak, *kth_key(coeffs.view(np.float32), k, options, found))
 
 
-@kernel
+@inlined
 def add_groups(a, b, out, low, high, found):
     """Write a + b; return (bits of the peak, sums of ``count_keys`` unless ``found`` is empty)."""
     above = between = kept = np.int64(0)
@@ -140,6 +144,9 @@ def add_groups(a, b, out, low, high, found):
     return np.int64(largest(peaks)), above, between, kept
 
 
+run_add_groups = kernel_of(add_groups)
+
+
 def select_quantize_pack(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
@@ -151,11 +158,11 @@ def select_quantize_pack(
     bitmap = empty(-(-array.size // GROUP) * (GROUP // 64), np.uint64)
     packed = empty(reals.size * coding.bits // 64 + PADDING, np.uint64)
     numbers = np.array(coding, np.int64)
-    n_bits = take_groups(reals, *options, key, ties, numbers, keep, bitmap, packed)
+    n_bits = run_take_groups(reals, *options, key, ties, numbers, keep, bitmap, packed)
     return bitmap[: (array.size + 63) // 64], packed.view(np.uint8)[: (n_bits + 7) // 8]
 
 
-@kernel
+@inlined
 def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
     """Select, pack and subtract, group by group; return the number of bits packed."""
     keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
@@ -173,6 +180,9 @@ def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, kee
         if keep:
             scatter(part, width, words, values, False)
     return bit
+
+
+run_take_groups = kernel_of(take_groups)
 
 
 @inlined
@@ -266,7 +276,7 @@ def scatter(reals, width, words, values, adds):
             n += width
 
 
-@kernel
+@inlined
 def append_bits(whole, at, words, n_bits):
     """Write ``n_bits`` bits of words into others, zeros from bit ``at`` on."""
     shift, to = np.uint64(at & 63), at >> 6
@@ -282,7 +292,7 @@ def append_bits(whole, at, words, n_bits):
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it."""
     streams = streams_of(parts, -(-total.size // GROUP) * GROUP)
-    check_streams(sum_groups(total.view(np.float32), 0, total.itemsize // 4, *streams))
+    check_streams(run_sum_groups(total.view(np.float32), 0, total.itemsize // 4, *streams))
     return total
 
 
@@ -314,7 +324,7 @@ def _rows(arrays: list[Array], n_words: int) -> Array:
     return rows
 
 
-@kernel
+@inlined
 def sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
     """Write the sum of all payloads' values, group by group; return a corrupt payload or -1."""
     bad = -1
@@ -325,6 +335,9 @@ def sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
         first_word = (first_group + begin // size) * (GROUP // 64)
         bad = max(bad, add_group(group, width, first_word, bitmaps, codes, codings, bits))
     return bad
+
+
+run_sum_groups = kernel_of(sum_groups)
 
 
 @inlined

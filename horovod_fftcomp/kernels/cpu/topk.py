@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, mask_above, trailing_zeros
 
 GROUP = 4096  # coefficients whose keys are computed at a time, in the L1 cache
@@ -63,7 +64,7 @@ def below(random, n):
     return np.int64(random >> np.uint64(33)) * n >> 31
 
 
-@kernel
+@inlined
 def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     """Fill ``keys`` with a stratified sample of the ``n``: one key at random from each stretch."""
     random = np.uint64(0x9E3779B97F4A7C15)
@@ -82,7 +83,7 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     return keys
 
 
-@kernel
+@inlined
 def count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
     """Return the sums of ``count_group`` over all groups."""
     above = between = kept = np.int64(0)

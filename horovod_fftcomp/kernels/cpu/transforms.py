@@ -15,7 +15,8 @@ import numpy as np
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import (
     NOTHING,
     add_group,
@@ -106,7 +107,7 @@ def _places(start, at, length, is_dct):
     return even, COMPLEX_NBYTES, even + VECTOR_NBYTES, COMPLEX_NBYTES
 
 
-@kernel
+@inlined
 def forward_tile(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Transform tiles of eight blocks and add ``addend``; return the peak's bits."""
     n, row = length // 2, 4 * length
@@ -186,7 +187,7 @@ def _rotate_all(z, dct, n, turns):
     return dct
 
 
-@kernel
+@inlined
 def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Apply the inverse transform to tiles of eight blocks."""
     n, row = length // 2, 4 * length
@@ -223,7 +224,10 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
         dst += tile
 
 
-@kernel
+run_inverse = kernel_of(_inverse)
+
+
+@inlined
 def forward_counted(
     x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, buffers,
     low, high, found,
@@ -252,7 +256,10 @@ def forward_counted(
     return peak, above, between, kept
 
 
-@kernel
+run_forward_counted = kernel_of(forward_counted)
+
+
+@inlined
 def inverse_of_sum(
     out, first_span, span, bitmaps, codes, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
@@ -279,6 +286,9 @@ def inverse_of_sum(
     return bad
 
 
+run_inverse_of_sum = kernel_of(inverse_of_sum)
+
+
 def span_of(block: int, width: int) -> int:
     """Return the reals that are transformed and ranked at a time, in a cache: whole groups."""
     return max(GROUP * width, LANES * block)
@@ -293,7 +303,7 @@ def forward_blocks(
     addend = NOTHING if residual is None else residual.view(np.float32)
     buffers, none = np.empty(5 * LANES * block, np.float32), np.empty(0, np.int32)
     span = span_of(block, width)
-    peak, *_ = forward_counted(flat, addend, out, span, *constants, buffers, 0, 0, none)
+    peak, *_ = run_forward_counted(flat, addend, out, span, *constants, buffers, 0, 0, none)
     return with_threshold(out if is_dct else out.view(np.complex64), peak, k, block // width)
 
 
@@ -303,7 +313,7 @@ def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) ->
     span = span_of(block, width)
     streams = streams_of(parts, -(-total.size // span) * (span // width))
     scratch = np.empty(2 * LANES * block, np.float32)
-    check_streams(inverse_of_sum(total, 0, span, *streams, *constants, scratch))
+    check_streams(run_inverse_of_sum(total, 0, span, *streams, *constants, scratch))
     return total
 
 
@@ -313,5 +323,5 @@ def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array
     reals, out = np.zeros((2, -(-numel // tile) * tile), np.float32)
     values = coeffs.view(np.float32)
     reals[: values.size] = values
-    _inverse(reals, out, *constants_of(block, is_dct, True), np.empty(2 * tile, np.float32))
+    run_inverse(reals, out, *constants_of(block, is_dct, True), np.empty(2 * tile, np.float32))
     return out[:numel]

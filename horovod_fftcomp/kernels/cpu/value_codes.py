@@ -20,7 +20,7 @@ from horovod_fftcomp.codec.quantizers import (
 )
 from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.arrays import as_float32
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.inlining import inlined
 
 STEP = 64  # values that a codelet processes
 PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
