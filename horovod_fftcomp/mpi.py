@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,8 +127,8 @@ class Reducer:
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
         least = 0 if self._policy.after_warmup.traits.sends_signs else self._min_numel
-        large = tuple(t for t in tensors if math.prod(t.shape) >= least)
-        small = tuple(t for t in tensors if math.prod(t.shape) < least)
+        large = tuple(t for t in tensors if t.numel >= least)
+        small = tuple(t for t in tensors if t.numel < least)
         policy = self._policy.decided(large, self._engine.world_size)
         buckets = [Bucket(large, policy), Bucket(small, Always(Dense()))]
         used = [bucket for bucket in buckets if bucket.tensors]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
     if of_signs and not isinstance(method, SignMethod):
         return False
     if not codec.has_fixed_size:
-        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        return all(tensor.numel < 1 << 32 for tensor in tensors)
     plans = [codec.plan(tensor.shape) for tensor in tensors]
     return all(
         plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)

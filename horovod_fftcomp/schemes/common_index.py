@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +101,7 @@ class CommonIndex(Scheme):
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        small = all(tensor.numel < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest | LargestRows)
 
     def _select(
@@ -137,13 +136,13 @@ class CommonIndex(Scheme):
 
     def _values_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of the values, and of the sketch that selects them."""
-        selection, n = self.selection, math.prod(tensor.shape)
+        selection, n = self.selection, tensor.numel
         sums = selection.sketch_numel(n) if isinstance(selection, LargestRows) else 0
         return (selection.count(n) + sums) * self.bits // 8
 
     def _selection_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of the positions that all ranks send together."""
-        n = math.prod(tensor.shape)
+        n = tensor.numel
         if isinstance(self.selection, Largest):
             return align(self.selection.nbytes(n))
         return self.selection.nbytes(n) if isinstance(self.selection, ChunkWinners) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -148,7 +147,7 @@ class GTopK(LowPass):
         """Return (the sums, NaN if they are not finite; whether all are finite)."""
         sums, all_finite = [], True
         for tensor, (places, listed), values in zip(tensors, chosen, reduced, strict=True):
-            total = ops.zeros(math.prod(tensor.shape))
+            total = ops.zeros(tensor.numel)
             finite = ops.flags_of(values).finite and not np.isnan(listed).any()
             if finite:
                 total[places] = values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -153,8 +152,7 @@ def _codec(threshold: float, quantizer: Quantizer) -> Codec:
 def _level(codec: Codec, header: wire.Header, payload: Array) -> float:
     """Return the k-th largest magnitude of a float32 top-k payload."""
     plan = codec.plan(header.shape)
-    n = math.prod(header.shape)
     values = np.abs(payload[plan.values_offset :].view(np.float32))
     assert isinstance(codec.sparsifier, TopK)
-    k = codec.sparsifier.count(n)
+    k = codec.sparsifier.count(plan.numel)
     return float(np.sort(values)[-k]) if k else 0.0

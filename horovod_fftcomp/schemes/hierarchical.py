@@ -7,7 +7,6 @@ scheme, and all ranks of the node gather the sums.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -211,14 +210,14 @@ class Hierarchical(Wrapper):
         layout = NodeLayout(self.ranks_per_node, world_size)
         if layout.n_nodes == 1:
             return 0.0
-        part = next(parts_in(state, [tensor]), Part(tensor, 0, math.prod(tensor.shape)))
+        part = next(parts_in(state, [tensor]), Part(tensor, 0, tensor.numel))
         nbytes = self.scheme.share_nbytes(part.tensor, state, layout.n_nodes)
-        share = math.prod(tensor.shape) / max(1, part.end - part.begin) / layout.node_size
+        share = tensor.numel / max(1, part.end - part.begin) / layout.node_size
         return share * nbytes
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return the residual of ``tensor``, zero where it belongs to other ranks of the node."""
-        total = np.zeros(math.prod(tensor.shape), np.float32)
+        total = np.zeros(tensor.numel, np.float32)
         add_residuals(self.scheme, list(parts_in(state, [tensor])), state, total)
         return total.reshape(tensor.shape)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,7 +137,7 @@ class SketchSgd(MomentumScheme):
 
     def _plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""
-        n = math.prod(tensor.shape)
+        n = tensor.numel
         k = TopK(self.density).count(n)
         columns, candidates = self.columns * k, min(n, self.candidates * k)
         if self.rows * columns + candidates >= n:

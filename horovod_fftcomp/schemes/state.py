@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -72,7 +71,7 @@ def bucket_plan(tensors: Tensors) -> BucketPlan:
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _bucket_plan(tensors: tuple[Tensor, ...]) -> BucketPlan:
-    return BucketPlan([math.prod(tensor.shape) for tensor in tensors])
+    return BucketPlan([tensor.numel for tensor in tensors])
 
 
 def old_arrays(ops: Ops, kind: str, state: OldState, tensors: Tensors, grads: Grads) -> list[Any]:
@@ -82,9 +81,7 @@ def old_arrays(ops: Ops, kind: str, state: OldState, tensors: Tensors, grads: Gr
     """
     arrays = state.get(kind, {})
     return [
-        None
-        if grad is None
-        else ops.checked(kind, arrays.get(tensor.name), math.prod(tensor.shape))
+        None if grad is None else ops.checked(kind, arrays.get(tensor.name), tensor.numel)
         for tensor, grad in zip(tensors, grads, strict=True)
     ]
 
