@@ -20,10 +20,9 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
 from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import node_size_of
 from horovod_fftcomp.types import Array, Tensor, refuse_masked
 
@@ -130,7 +129,7 @@ class Reducer:
         large = tuple(t for t in tensors if t.numel >= least)
         small = tuple(t for t in tensors if t.numel < least)
         policy = self._policy.decided(large, self._engine.world_size)
-        buckets = [Bucket(large, policy), Bucket(small, Always(Dense()))]
+        buckets = [Bucket(large, policy), Bucket(small, Scheduled("none"))]
         used = [bucket for bucket in buckets if bucket.tensors]
         engine = Engine(used, self._engine.rank, self._engine.world_size)
         if self._saved is not None:

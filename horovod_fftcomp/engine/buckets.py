@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from horovod_fftcomp.engine.policy import Policy, Rule, Scheduled, action_for, policy_of
+from horovod_fftcomp.engine.policy import Rule, Scheduled, action_for, policy_of
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.types import OldState, Tensor
 
@@ -28,9 +28,9 @@ class Bucket(NamedTuple):
     """
 
     tensors: tuple[Tensor, ...]
-    policy: Policy
+    policy: Scheduled
     ruled: bool = False
-    given: Policy | None = None
+    given: Scheduled | None = None
 
 
 def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
