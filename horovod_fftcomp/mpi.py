@@ -22,6 +22,7 @@ from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.engine.work import Costs
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import node_size_of
 from horovod_fftcomp.types import Array, Tensor, refuse_masked
@@ -227,8 +228,7 @@ class LocalSteps:
     """
 
     def __init__(self, reducer: Reducer, arrays: Mapping[str, Array], period: int) -> None:
-        if type(period) is not int or period < 1:
-            raise ValueError(f"period must be a whole number of steps from 1, got {period!r}")
+        check_whole("period", period, 1)
         reducer.check_differences()
         self._reducer, self._period = reducer, period
         self._last = {name: np.array(array, np.float32) for name, array in arrays.items()}

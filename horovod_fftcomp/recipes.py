@@ -24,6 +24,7 @@ from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, Range
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
+from horovod_fftcomp.errors import check_share
 from horovod_fftcomp.schemes import Scheme, Second
 from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
 from horovod_fftcomp.schemes.arc_topk import LargestRows
@@ -80,8 +81,8 @@ def _gathered(
             scheme = replace(scheme, scheme=replace(scheme.scheme, beta=beta))
         elif filters:
             scheme = replace(scheme, beta=beta)
-        if second_density is not None and not 0 < second_density <= 1:
-            raise ValueError(f"second_density must lie in (0, 1], got {second_density!r}")
+        if second_density is not None:
+            check_share("second_density", second_density)
         if second_bits is not None and second_bits not in (*range(2, 17), 32):
             raise ValueError(
                 f"second_bits must be a whole number from 2 to 16, or 32; got {second_bits!r}"

@@ -282,7 +282,7 @@ def test_a_loss_scale_leaves_choices_alone():
     ("options", "message"),
     [
         ({"ratio": 0.5}, r"ratio must lie in \[1, 10000\]"),
-        ({"every": 0}, "every must be a whole number of steps from 1"),
+        ({"every": 0}, "every must be a whole number from 1 up, got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from horovod_fftcomp.engine.recipe_text import SETTINGS, parse_recipe
-from horovod_fftcomp.errors import UnsupportedError, is_number
+from horovod_fftcomp.errors import UnsupportedError, check_whole, is_number
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import GRADIENT_UNITS, Scheme
@@ -296,8 +296,7 @@ def _checked_warmup(recipe: str, scheme: Scheme, warmup_steps: int | None) -> in
     if warmup_steps is None:
         return usual_warmup(scheme)
     warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    check_whole("warmup_steps", warmup_steps, 0)
     if scheme.traits.sends_signs and warmup_steps:
         raise ValueError(
             f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "

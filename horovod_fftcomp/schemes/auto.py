@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.quantizers import RangeFloat, decode_range, encode_ra
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import TRIAL_STEPS, Context, Exchange, Grads, Round, Tuner
 from horovod_fftcomp.schemes.allgather import gather, serves
@@ -86,8 +87,7 @@ class Auto(LowPass):
         super().__post_init__()
         if not 1 <= self.ratio <= 10_000:
             raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
+        check_whole("every", self.every, 1)
         object.__setattr__(self, "ratio", float(self.ratio))
 
     @property

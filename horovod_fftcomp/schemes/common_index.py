@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
-from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.errors import PayloadError, check_share
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.arc_topk import LargestRows, sum_sketches
@@ -23,7 +23,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 )
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
-from horovod_fftcomp.schemes.state import bucket_plan, check_beta, new_state
+from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
@@ -58,7 +58,7 @@ class CommonIndex(Scheme):
                 "unbiased=True scales sent values by n/k, which makes residuals grow under error "
                 "feedback; give error_feedback=False with it"
             )
-        check_beta(self.beta)
+        check_share("beta", self.beta, "; 1 means no filter")
         if type(self.bits) is not int or self.bits not in (16, 32):
             raise ValueError(f"bits must be 16 or 32 (float16 or float32), got {self.bits!r}")
         object.__setattr__(self, "beta", float(self.beta) if self.error_feedback else 1.0)

@@ -14,6 +14,7 @@ from horovod_fftcomp.codec.quantizers import Float32, Quantizer
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round
 from horovod_fftcomp.schemes.allgather import gather, serves
@@ -49,10 +50,7 @@ class HardThreshold(LowPass):
         TopK(self.density)
         if self.threshold is not None:
             Threshold(self.threshold)
-        if type(self.calibrate_steps) is not int or self.calibrate_steps < 1:
-            raise ValueError(
-                f"calibrate_steps must be a whole number from 1 up, got {self.calibrate_steps!r}"
-            )
+        check_whole("calibrate_steps", self.calibrate_steps, 1)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import is_whole
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, check_whole
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import (
@@ -109,11 +108,8 @@ class Hierarchical(Wrapper):
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if not is_whole(self.ranks_per_node) or self.ranks_per_node < 2:
-            raise ValueError(
-                f"ranks_per_node must be a whole number from 2, got {self.ranks_per_node!r}; "
-                "omit it for one rank per node"
-            )
+        hint = "; omit it for one rank per node"
+        check_whole("ranks_per_node", self.ranks_per_node, 2, hint=hint)
         if self.scheme.traits.momentum or not self.scheme.traits.fits_differences:
             raise UnsupportedError(
                 "ranks_per_node does not work with recipes that have their own momentum or send "

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
@@ -39,8 +40,7 @@ class PowerSgd(LowPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.rank) is not int or not 1 <= self.rank <= 1024:
-            raise ValueError(f"rank must be a whole number from 1 to 1024, got {self.rank!r}")
+        check_whole("rank", self.rank, 1, 1024)
         counter_rng.check_seed(self.seed)
 
     def exchange(

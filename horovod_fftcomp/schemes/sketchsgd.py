@@ -10,6 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
@@ -92,9 +93,7 @@ class SketchSgd(MomentumScheme):
         if type(self.rows) is not int or self.rows not in (1, 3, 5, 7, 9):
             raise ValueError(f"rows must be 1, 3, 5, 7 or 9 (odd, for a median), got {self.rows!r}")
         for name in ("columns", "candidates"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 64:
-                raise ValueError(f"{name} must be a whole number from 1 to 64, got {value!r}")
+            check_whole(name, getattr(self, name), 1, 64)
         counter_rng.check_seed(self.seed)
 
     def exchange(

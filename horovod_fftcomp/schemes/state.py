@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.errors import check_share
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Context, Grads, Scheme, State
 from horovod_fftcomp.types import OldState, Tensor, Tensors
-
-
-def check_beta(beta: float) -> None:
-    """Raise ValueError unless ``beta`` lies in (0, 1]."""
-    if not 0.0 < beta <= 1.0:
-        raise ValueError(f"beta must lie in (0, 1], got {beta!r}; 1 means no filter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class LowPass(Scheme):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        check_share("beta", self.beta, "; 1 means no filter")
         object.__setattr__(self, "beta", float(self.beta))
         if self.beta < 1.0 and not getattr(self, "error_feedback", True):
             raise ValueError("beta is of the residual, so it needs error_feedback=True")

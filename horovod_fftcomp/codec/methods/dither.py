@@ -11,7 +11,8 @@ import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
 from horovod_fftcomp.codec.methods.sums import peak_bits
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS
+from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import coded_levels as coded
 from horovod_fftcomp.wire import counter_rng, rans
@@ -41,12 +42,8 @@ class Dither(Method):
     bucket: int = 256
 
     def __post_init__(self) -> None:
-        for name, allowed in (("ratio", coded.RATIOS), ("bucket", BUCKETS)):
-            value = getattr(self, name)
-            if not is_whole(value) or value not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}"
-                )
+        check_choice("ratio", self.ratio, coded.RATIOS)
+        check_choice("bucket", self.bucket, BUCKETS)
 
     def key_at(self, seed: int, rng_key: RngKey) -> int:
         """Return a key of 32 bits that all ranks have, and below it an offset of each rank's own.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp.codec.methods.levels import OneScale
-from horovod_fftcomp.codec.quantizers import is_whole
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
@@ -24,8 +24,7 @@ class DoReFa(OneScale):
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if not is_whole(self.bits) or not 1 <= self.bits <= 12:
-            raise ValueError(f"bits must be a whole number from 1 to 12, got {self.bits!r}")
+        check_whole("bits", self.bits, 1, 12)
 
     def grid(self) -> Levels:
         """Return the quantization grid, which does not contain 0."""

@@ -14,7 +14,8 @@ from horovod_fftcomp.codec.methods.base import (
     checked_scales,
 )
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.errors import check_choice, check_whole
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.radix import L2, LARGEST, Levels, count_words
 
@@ -37,17 +38,9 @@ class QSGD(Method):
     norm: str = "max"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.levels) or not 1 <= self.levels <= 2047:
-            raise ValueError(
-                f"levels must be a whole number from 1 to 2047, got {self.levels!r}; "
-                "7 take 4 bits a value"
-            )
-        if not is_whole(self.bucket) or self.bucket not in BUCKETS:
-            raise ValueError(
-                f"bucket must be one of {', '.join(map(str, BUCKETS))}; got {self.bucket!r}"
-            )
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be one of max, l2; got {self.norm!r}")
+        check_whole("levels", self.levels, 1, 2047, "; 7 take 4 bits a value")
+        check_choice("bucket", self.bucket, BUCKETS)
+        check_choice("norm", self.norm, ("max", "l2"))
 
     @property
     def is_noisy(self) -> bool:
