@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class OneBit(SignMethod):
     spec_name = "OneBit"
     error_feedback = contraction = True
     cuda = CudaMethod("means")
-    group: str = "tensor"
+    group: Literal["tensor", "column"] = "tensor"
 
     def __post_init__(self) -> None:
         check_choice("group", self.group, ("tensor", "column"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class QSGD(Method):
     draws = unbiased = True
     levels: int = 7
     bucket: int = 1024
-    norm: str = "max"
+    norm: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:
         check_whole("levels", self.levels, 1, 2047, "; 7 take 4 bits a value")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class TernGrad(OneScale):
 
     spec_name = "TernGrad"
     clip: float = 2.5
-    packing: str = "base3"
+    packing: Literal["base3", "bits"] = "base3"
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip < math.inf:
