@@ -63,16 +63,6 @@ class Dither(Method):
         """Description for the CUDA kernels, which read the rest from the form."""
         return CudaMethod("coded")
 
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the values and, to either side, half a step of the coarsest grid; see ``Method``.
-
-        A scale is at most 2^(1/8) times the largest magnitude.
-        """
-        maxima = _rows(np.abs(values), self.bucket).max(1)
-        steps = 2 ** (1 / 8) / 2 * float(coded.STEPS_OF_GRIDS[0]) * maxima
-        steps = np.repeat(steps, self.bucket)[: values.size]
-        return values - steps, values + steps
-
     def form(self) -> CodedLevels:
         """Return the format of the body."""
         return CodedLevels(self.ratio, self.bucket)

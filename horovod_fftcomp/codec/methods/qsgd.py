@@ -62,14 +62,6 @@ class QSGD(Method):
         """Description for the CUDA kernels."""
         return CudaMethod("norms" if self.norm == "l2" else "peaks", self.grid())
 
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the values and, to either side, a step of their bucket; see ``Method``."""
-        rows = np.zeros((self._n_buckets(values.shape), self.bucket))
-        rows.reshape(-1)[: values.size] = values
-        norms = np.linalg.norm(rows, 2 if self.norm == "l2" else np.inf, axis=1)
-        steps = np.repeat(norms, self.bucket)[: values.size] / self.levels
-        return values - steps, values + steps
-
     def grid(self) -> Levels:
         """Return the quantization grid: ``levels`` on either side of 0."""
         norm = L2 if self.norm == "l2" else LARGEST
