@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
-from horovod_fftcomp.codec.methods.sums import peak_bits
+from horovod_fftcomp.codec.methods.sums import peak_bits, rows_of
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS
 from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array, Shape
@@ -79,13 +79,6 @@ class Dither(Method):
     def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add decoded chunks; see ``Method``."""
         add_coded(total, self.form(), body.view(np.uint32), scale)
-
-
-def _rows(values: Array, bucket: int) -> Array:
-    """Return ``values`` as [buckets, bucket], with zeros at the end."""
-    padded = np.zeros(-(-values.size // bucket) * bucket, values.dtype)
-    padded[: values.size] = values
-    return padded.reshape(-1, bucket)
 
 
 class _Chunk(NamedTuple):
@@ -234,7 +227,7 @@ def _scales(values: Array, form: CodedLevels) -> tuple[np.float32, Array]:
     ``NO_SCALE`` is of buckets whose values are sent as zeros. In whole numbers, whose sums do not
     depend on their order.
     """
-    rows = _rows(np.abs(values), form.bucket)
+    rows = rows_of(np.abs(values), form.bucket)
     counts = np.full(len(rows), form.bucket)
     counts[-1] = values.size - (len(rows) - 1) * form.bucket
     exponents = (rows.max(1).view(np.int32) >> 23).astype(np.int64)  # 0: no normal number
