@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +78,15 @@ class CommonIndex(Scheme):
         old = [carried.get(name) for name in plan.names]
         bucket = ops.common_index(plan, grads, old, context.measures)
         halves = half_limits(context) if self.bits == 16 else None
-        residuals = ops.low_pass(bucket)
-        if isinstance(self.selection, LargestRows):
-            selected = yield from sum_sketches(self.selection, bucket, halves, context)
+        residuals, selection = ops.low_pass(bucket), self.selection
+        if isinstance(selection, LargestRows):
+            selected = yield from sum_sketches(selection, bucket, halves, context)
+        elif isinstance(selection, ChunkWinners):
+            selected = yield from gather_selection(plan, bucket, context)
+        elif isinstance(selection, Largest):
+            selected = yield from broadcast_selection(selection, plan, grads, old, context)
         else:
-            selected = yield from self._select(plan, bucket, grads, old, context)
+            selected = Selected(self._drawn(plan, context, context.rank))
         message = ops.take(bucket, selected.positions, halves)
         arrived = yield Round(self.collective, message)
         arrived = arrived if halves is None else ops.from_half(arrived)
@@ -103,16 +106,6 @@ class CommonIndex(Scheme):
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(tensor.numel < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest | LargestRows)
-
-    def _select(
-        self, plan: IndexPlan, bucket: Any, grads: Grads, old: Grads, context: Context
-    ) -> Generator[Round, Any, Selected]:
-        """Return the positions of this step, after a round if ranks select them."""
-        if isinstance(self.selection, ChunkWinners):
-            return (yield from gather_selection(plan, bucket, context))
-        if isinstance(self.selection, Largest):
-            return (yield from broadcast_selection(self.selection, plan, grads, old, context))
-        return Selected(self._drawn(plan, context, context.rank))
 
     def _drawn(self, plan: IndexPlan, context: Context, rank: int) -> Any:
         """Return the random positions of ``rank``."""
