@@ -272,7 +272,8 @@ def make_policy(
         ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
+    scheme = get_scheme(recipe, **options)
+    steps = _checked_warmup(recipe, scheme, warmup_steps)
     schedule = None
     if density_schedule is not None:
         _require_density(recipe, "density_schedule")
@@ -281,9 +282,9 @@ def make_policy(
         schedule = as_schedule(density_schedule)
     if ranks_per_node != 1:
         size = 2 if ranks_per_node == "auto" else ranks_per_node
-        Hierarchical(get_scheme(recipe, **options), size)  # refuses what it cannot do
+        Hierarchical(scheme, size)  # refuses what it cannot do
     dense_every = checked("dense_every", dense_every, int, 10)
-    _check_dense_every(recipe, options, dense_every)
+    _check_dense_every(recipe, scheme, bool(options.get("nesterov")), dense_every)
     dense = _dense_policy(checked("dense_by", dense_by, str, "bf16"))
     return Scheduled(
         recipe, tuple(sorted(options.items())), schedule, steps, ranks_per_node,
@@ -305,17 +306,16 @@ def _checked_warmup(recipe: str, scheme: Scheme, warmup_steps: int | None) -> in
     return warmup_steps
 
 
-def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int) -> None:
+def _check_dense_every(recipe: str, scheme: Scheme, nesterov: bool, dense_every: int) -> None:
     """Raise ValueError unless each so many-th step of a recipe can be exchanged dense."""
     if dense_every < 0 or dense_every == 1:
         raise ValueError(
             "dense_every must be 0, for no dense steps, or a whole number from 2 up, got "
             f"{dense_every!r}"
         )
-    scheme = get_scheme(recipe, **options)
     traits = scheme.traits
     own = scheme.scheme.traits.momentum if isinstance(scheme, WithMomentum) else traits.momentum
-    if dense_every and (traits.sends_signs or own or options.get("nesterov")):
+    if dense_every and (traits.sends_signs or own or nesterov):
         raise ValueError(
             f"recipe {recipe!r} sends signs, or has a momentum of its own or Nesterov's, so no "
             'steps between are dense. Give dense_every=0; in a rule that names it, "dense_every": 0'

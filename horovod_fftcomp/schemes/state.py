@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -117,10 +117,10 @@ def on_the_host(context: Context, grads: Grads, state: OldState) -> tuple[Contex
     return context._replace(device=None), local, there
 
 
-def multiply(sums: Sequence[Any], factor: float, device: Device | None) -> None:
-    """Multiply sums by ``factor``, in place; they may lie on the ``device``."""
-    for total in sums:
-        if device is None or isinstance(total, np.ndarray):
-            np.multiply(total, np.float32(factor), out=total)
+def multiply(arrays: Iterable[Any], factor: float, device: Device | None) -> None:
+    """Multiply arrays by ``factor``, in place; they may lie on the ``device``."""
+    for array in arrays:
+        if device is None or isinstance(array, np.ndarray):
+            np.multiply(array, np.float32(factor), out=array)
         else:
-            device.scale(total, np.float32(factor))
+            device.scale(array, np.float32(factor))
