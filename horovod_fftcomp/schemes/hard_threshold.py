@@ -102,7 +102,7 @@ class HardThreshold(LowPass):
         if self.threshold is not None:
             return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
         if levels is None or np.isnan(levels[-1]):
-            return _calibrating(self.density)
+            return calibrating(self.density)
         last = levels[self.calibrate_steps // 2 :]
         return _codec(max(float(last.mean(dtype=np.float64)), LEAST_THRESHOLD), self.quantizer)
 
@@ -122,7 +122,7 @@ class HardThreshold(LowPass):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the residual and, of the calibration, the levels; see ``Scheme``."""
-        residual = coefficients(_calibrating(self.density), tensor, self.error_feedback)
+        residual = coefficients(calibrating(self.density), tensor, self.error_feedback)
         levels = StateArray(self.calibrate_steps, is_kept=self.threshold is None)
         return {"residual": residual, "levels": levels}
 
@@ -136,7 +136,7 @@ def _measured(
 
 
 @functools.lru_cache(64)
-def _calibrating(density: float) -> Codec:
+def calibrating(density: float) -> Codec:
     """Return the codec of calibration, always the same object, by which coders are cached."""
     return Codec(Identity(), TopK(density), Float32())
 
