@@ -168,13 +168,10 @@ class Connection:
 
     def _finish_handshake(self) -> None:
         assert self._handshake is not None
-        self.watch.note_call("the first exchange of all ranks")
-        try:
+        with self.watch.calling("the first exchange of all ranks"):
             first = self._handshake.compare(self._timeout_s)
             self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
             self._groups = self._groups or self._make_groups()
-        finally:
-            self.watch.note_call("")
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
 
@@ -218,13 +215,10 @@ class Connection:
         which = call if self._by_order else next(self._agreements)
         name = f"{self._name}.agreement.{which}"
         self.watch.start()
-        self.watch.note_call(call)
-        try:
+        with self.watch.calling(call):
             gathered = handshake.gather_objects(
                 self.send, (call, value), name, self._set, self._timeout_s
             )
-        finally:
-            self.watch.note_call("")
         handshake.compare_facts([{"call": made} for made, _ in gathered])
         return [given for _, given in gathered]
 
