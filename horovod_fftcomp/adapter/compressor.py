@@ -6,6 +6,7 @@ exchange objects between ranks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -340,15 +341,11 @@ class Compressor:
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         checkpoint.check_shard(saved, self._shard)
         part = checkpoint.part_of(saved, **self.place())
-        before = self._recovery.state_dict() if self._recovery else None
-        if self._recovery and part["recovery"] is not None:
-            self._recovery.load_state_dict(part["recovery"])
-        try:
-            self._engine.load_state_dict(part)
-        except ValueError:
-            if self._recovery and before is not None:
-                self._recovery.load_state_dict(before)
-            raise
+        recovery = copy.copy(self._recovery)
+        if recovery and part["recovery"] is not None:
+            recovery.load_state_dict(part["recovery"])
+        self._engine.load_state_dict(part)  # last of what may raise an error: then nothing changes
+        self._recovery = recovery
         self._use_density(part["density"])
         self._steps.abandon()
         self._connection.reset()  # some ranks may have loaded nothing
