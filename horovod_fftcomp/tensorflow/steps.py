@@ -82,10 +82,10 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 class TensorFlowStepDriver(steps.StepDriver):
     """Step driver of one optimizer or tape.
 
-    ``hashes`` sends the hashes of the parameters; ``start_handshake`` sends the ranks' settings
-    with its argument; ``rejoin`` is called if the number of ranks has changed. ``optimizers_set``:
-    the process set of the optimizer or tape, used by handshake and barrier, which should be that of
-    the compressor. ``memory``: conversions of GPU tensors, None if the CPU computes steps.
+    ``hashes`` sends the hashes of the parameters; ``rejoin`` is called if the number of ranks has
+    changed. ``optimizers_set``: the process set of the optimizer or tape, used by handshake and
+    barrier, which should be that of the compressor. ``memory``: conversions of GPU tensors, None if
+    the CPU computes steps.
     """
 
     _TO_CONTINUE = "the last good checkpoint into the model"
@@ -95,15 +95,14 @@ class TensorFlowStepDriver(steps.StepDriver):
         parts: steps.Parts,
         variables: Variables,
         hashes: rounds.GraphRound,
-        start_handshake: Callable[[rounds.GraphRound], None],
         rejoin: Callable[[], Any],
         memory: TensorFlowMemory | None,
     ) -> None:
         super().__init__(parts)
         self.lock = threading.RLock()
         self._variables = variables
-        self.optimizers_set = parts.process_set
-        self._start_handshake, self._rejoin, self.memory = start_handshake, rejoin, memory
+        self.optimizers_set = self._set
+        self._rejoin, self.memory = rejoin, memory
         self._handshake, self.hashes = rounds.GraphRound(), hashes
         parts.connection.watch.follow(self, variables.names)
         self._progress = _NO_STEP  # counted in buckets
@@ -149,14 +148,13 @@ class TensorFlowStepDriver(steps.StepDriver):
         is_over = self._begun and not self._undecoded
         self._note("the barrier of a step", self._engine.step + is_over, 1)
         if not self._connection.is_up and size_of(self._set) > 1:
-            self._start_handshake(self._handshake)
+            self._connection.start_handshake(self._handshake, self.optimizers_set)
         return np.array([1, scale], np.float32), self._handshake.take()
 
     @_guarded
     def begin(
         self,
         load: Load,
-        has_barrier: bool,
         step: np.ndarray,
         present: np.ndarray,
         handshakes: np.ndarray,
@@ -170,7 +168,7 @@ class TensorFlowStepDriver(steps.StepDriver):
         if handshakes.size:
             self._handshake.output = handshakes
             self._connection.open()
-        if has_barrier:
+        if self.gathers:
             self._check_presence(present, scale)
         n_ranks = size_of(self._set)
         self._alone = n_ranks == 1
@@ -238,8 +236,7 @@ class TensorFlowStepDriver(steps.StepDriver):
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
         """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
-        if self._recorded is not None:
-            self._record(bucket, arrived)
+        self._record(bucket, arrived)
         if not math.isfinite(poison):
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE
