@@ -32,7 +32,7 @@ from horovod_fftcomp.codec.quantizers import RangeFloat, decode_range, encode_ra
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.engine.buckets import Bucket, is_compressed
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
@@ -111,7 +111,7 @@ def errors_of(steps: list[dict[str, np.ndarray]], ratio: float) -> dict[str, dic
 def left_by_ranks(ranks: list, schemes: Mapping[str, Scheme]) -> tuple[float, list[Engine]]:
     """Return what error feedback carries on, over the gradients' energy; and the engines."""
     shapes = {name: grad.shape for name, grad in ranks[0][0].items()}
-    buckets = [Bucket((Tensor(n, shapes[n]),), Always(scheme)) for n, scheme in schemes.items()]
+    buckets = [Bucket((Tensor(n, shapes[n]),), always(scheme)) for n, scheme in schemes.items()]
     engines = [Engine(buckets, rank, len(ranks)) for rank in range(len(ranks))]
     shares = []
     for number, grads in enumerate(zip(*ranks, strict=True)):

@@ -183,7 +183,7 @@ def measure(known: Mapping[str, Any]) -> dict[str, Any]:
     for model, recipe in track(PASSES * jobs, "timing codecs"):
         [choice] = recipe_choices(recipe)
         options = convergence.with_exchange(choice.name, choice.options)
-        option = advice.compressed(choice.label, choice.name, options, model.tensors, {}, 3)
+        option = advice.compressed(choice._replace(options=options), model.tensors, {}, 3)
         before = fastest.get((model.numel, recipe), option)
         pairs = zip(before.parts, option.parts, strict=True)
         parts = [min(pair, key=codec_s) for pair in pairs]

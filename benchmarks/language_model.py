@@ -41,7 +41,7 @@ from horovod_fftcomp.cli.arguments import count, count_from_0, positive
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "language_model"
-LOSSES = HERE.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.py"
+LOSSES = HERE.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.json"
 SCRATCH = HERE.parent / "out" / "language_model"
 
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from rich.progress import track
 
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.engine.recipe_text import parse_recipe
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
@@ -32,14 +32,6 @@ GBIT_PER_S, LATENCY_S = (0.1, 1.0, 10.0), 50e-6
 PASSES, REPEAT = 3, 3  # timings of a codec, of which the fastest counts
 REACHED = 0.8  # of its steps the strongest baseline has made when it has the loss to reach
 LOOKS = [f"{style}C{colour}" for style in ("-", "--", ":") for colour in range(1, 10)]
-
-LOSSES_HEAD = '''"""Losses of language models by recipe, from benchmarks/results/language_model.md.
-
-Written by ``python benchmarks/language_model.py --report``. Shares of the loss of uncompressed
-training with the same optimizer; of several trainings that of the largest change.
-"""
-
-LOSSES = {'''
 
 Record = dict[str, Any]
 
@@ -154,7 +146,7 @@ def timed_codecs(path: Path, recipes: Iterable[str]) -> dict[str, advice.Option]
     for recipe in track(missing, "timing codecs", transient=True):
         name, options = options_of(AFTER.sub("", recipe).replace(FALLING, ""), steps=1)
         passes = [
-            advice.compressed(recipe, name, options, TENSORS, {}, REPEAT).parts
+            advice.compressed(RecipeChoice(recipe, name, options), TENSORS, {}, REPEAT).parts
             for _ in range(PASSES)
         ]
         fastest = [min(parts, key=computed_s) for parts in zip(*passes, strict=True)]
@@ -320,10 +312,9 @@ def usual(recipe: str) -> str | None:
     return own if options["warmup_steps"] == warmup_steps else None
 
 
-def losses_module(found: Iterable[Section]) -> str:
-    """Return the text of ``horovod_fftcomp.tools.advise.losses``."""
-    rows = [f'    "{recipe}": {change},' for recipe, change in losses(found).items()]
-    return "\n".join([LOSSES_HEAD, *rows, "}", ""])
+def losses_file(found: Iterable[Section]) -> str:
+    """Return the text of ``horovod_fftcomp/tools/advise/losses.json``."""
+    return json.dumps(losses(found), indent=1) + "\n"
 
 
 def split(rows: Iterator[list[str]]) -> tuple[list[str], Iterator[list[str]]]:
@@ -334,7 +325,7 @@ def split(rows: Iterator[list[str]]) -> tuple[list[str], Iterator[list[str]]]:
 def write(folder: Path, table_of_losses: Path | None = None) -> None:
     """Write page and plots of the results in ``folder`` beside it, and print the page.
 
-    ``table_of_losses``: the module to write as well, see ``losses_module``.
+    ``table_of_losses``: the file to write as well, see ``losses_file``.
     """
     records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     recipes = sorted({record["recipe"] for record in records} - {"none"})
@@ -354,7 +345,7 @@ def write(folder: Path, table_of_losses: Path | None = None) -> None:
         "",
     ]
     if table_of_losses:
-        table_of_losses.write_text(losses_module(sections(records)), encoding="utf-8")
+        table_of_losses.write_text(losses_file(sections(records)), encoding="utf-8")
     for section in sections(records):
         image = folder.with_name(f"{folder.name}_{section.name}.png")
         plot(section, options, image)

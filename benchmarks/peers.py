@@ -25,7 +25,7 @@ from horovod_fftcomp.types import Array, Shape
 
 
 class TorchPeers:
-    """The peers of the measured recipes; see ``bench.Peers``. ``seed``: of their random numbers."""
+    """The peers of the measured recipes. ``seed``: of their random numbers."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -40,7 +40,10 @@ class TorchPeers:
         return make_sessions(topk_density(choices), shape, other_grad, self._seed, options)
 
     def lines(self, result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
-        """Yield the speed-up of each recipe over its peer; of ``topk`` at equal density only."""
+        """Yield lines for below a table: how much faster each recipe is than its peer.
+
+        Of ``topk`` at equal density only.
+        """
         for choice, one in zip(choices, result.ours, strict=True):
             label = "torch.topk" if choice.name == "topk" else PEERS.get(choice.name)
             found = (p for p in result.peers if label is not None and p.label.startswith(label))
@@ -72,8 +75,9 @@ def main(arguments: Sequence[str]) -> None:
     bench.add_arguments(parser)
     parsed = parser.parse_args(arguments)
     parsed.arguments, parsed.program = arguments, ["python", "benchmarks/peers.py"]
+    parsed.peers = TorchPeers(parsed.seed)
     try:
-        bench.run(parsed, TorchPeers(parsed.seed))
+        bench.run(parsed)
     except KeyboardInterrupt:
         sys.exit(130)
 

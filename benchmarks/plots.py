@@ -20,7 +20,8 @@ import digits_accuracy
 import exchange_alone
 import ranks
 
-from horovod_fftcomp.tools.bench import Measurement, plot
+from horovod_fftcomp.cli.plots import write_bench
+from horovod_fftcomp.tools.bench import Measurement
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -42,9 +43,9 @@ def draw_bench(name: str, out: Path) -> None:
         for kind in ("recipes", "peers")
     )
     if name == "bench_all":
-        plot.write(out / "bench_peers.png", peers, f"Written in PyTorch: {title}")
+        write_bench(out / "bench_peers.png", peers, f"Written in PyTorch: {title}")
         peers = []
-    plot.write(out / f"{name}.png", ours + peers, title)
+    write_bench(out / f"{name}.png", ours + peers, title)
 
 
 def main(out: Path = RESULTS) -> None:

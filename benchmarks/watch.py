@@ -81,7 +81,7 @@ def watch_s() -> float:
 def one_report() -> None:
     """Do with a report of another rank what the first one does: read it, and make an answer."""
     report = Status(Progress(1000, 80, 80, False), 0.1)
-    text = json.dumps({"to": "fftcomp.0", "rank": 1, "report": report.pack()})
+    text = json.dumps({"to": "fftcomp.0", "rank": 1, "report": report})
     Status.unpack(json.loads(text)["report"])
     json.dumps({"to": "fftcomp.0", "told": 0, "text": ""})
 

@@ -58,6 +58,30 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def check_whole(
+    name: str, value: object, least: int, most: int | None = None, hint: str = ""
+) -> None:
+    """Raise ValueError unless ``value`` is a built-in int from ``least`` to ``most``, or up.
+
+    Fingerprints are made of the ``repr`` of options; 8.0, True and NumPy's numbers have others.
+    """
+    if type(value) is not int or not least <= value <= (value if most is None else most):
+        to = "up" if most is None else f"to {most}"
+        raise ValueError(f"{name} must be a whole number from {least} {to}, got {value!r}{hint}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``, which are of one type."""
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+
+
+def check_share(name: str, value: object, hint: str = "") -> None:
+    """Raise ValueError unless ``value`` is a number above 0 and at most 1."""
+    if not is_number(value) or not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must lie in (0, 1], got {value!r}{hint}")
+
+
 def listed(items: Sequence[object], most: int = 8) -> str:
     """Return items as text, at most ``most`` of them.
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,10 +20,10 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
 from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.engine.work import Costs
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import node_size_of
 from horovod_fftcomp.types import Array, Tensor, refuse_masked
 
@@ -128,10 +127,10 @@ class Reducer:
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
         least = 0 if self._policy.after_warmup.traits.sends_signs else self._min_numel
-        large = tuple(t for t in tensors if math.prod(t.shape) >= least)
-        small = tuple(t for t in tensors if math.prod(t.shape) < least)
+        large = tuple(t for t in tensors if t.numel >= least)
+        small = tuple(t for t in tensors if t.numel < least)
         policy = self._policy.decided(large, self._engine.world_size)
-        buckets = [Bucket(large, policy), Bucket(small, Always(Dense()))]
+        buckets = [Bucket(large, policy), Bucket(small, Scheduled("none"))]
         used = [bucket for bucket in buckets if bucket.tensors]
         engine = Engine(used, self._engine.rank, self._engine.world_size)
         if self._saved is not None:
@@ -229,8 +228,7 @@ class LocalSteps:
     """
 
     def __init__(self, reducer: Reducer, arrays: Mapping[str, Array], period: int) -> None:
-        if type(period) is not int or period < 1:
-            raise ValueError(f"period must be a whole number of steps from 1, got {period!r}")
+        check_whole("period", period, 1)
         reducer.check_differences()
         self._reducer, self._period = reducer, period
         self._last = {name: np.array(array, np.float32) for name, array in arrays.items()}

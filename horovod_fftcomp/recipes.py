@@ -24,6 +24,7 @@ from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, Range
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
+from horovod_fftcomp.errors import check_share
 from horovod_fftcomp.schemes import Scheme, Second
 from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
 from horovod_fftcomp.schemes.arc_topk import LargestRows
@@ -80,8 +81,8 @@ def _gathered(
             scheme = replace(scheme, scheme=replace(scheme.scheme, beta=beta))
         elif filters:
             scheme = replace(scheme, beta=beta)
-        if second_density is not None and not 0 < second_density <= 1:
-            raise ValueError(f"second_density must lie in (0, 1], got {second_density!r}")
+        if second_density is not None:
+            check_share("second_density", second_density)
         if second_bits is not None and second_bits not in (*range(2, 17), 32):
             raise ValueError(
                 f"second_bits must be a whole number from 2 to 16, or 32; got {second_bits!r}"
@@ -123,9 +124,8 @@ def _accelerated(recipe: Recipe) -> Recipe:
     return replace(recipe, make=_extended(make, made, slice(0, 2)))
 
 
-_filtered = partial(_gathered, filters=True)
 _chosen_again = partial(_gathered, chooses=True)
-_both = partial(_filtered, chooses=True)
+_both = partial(_gathered, filters=True, chooses=True)
 
 
 @_gathered
@@ -230,49 +230,27 @@ def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
     return Allgather(DenseCodec(method, seed), keep, **options)
 
 
-@_filtered
-def _qsgd(
-    levels: int = 7,
-    bucket: int = 1024,
-    norm: Literal["max", "l2"] = "max",
-    error_feedback: bool = QSGD.error_feedback,
-    seed: int = 0,
-) -> Scheme:
-    return _elementwise(QSGD(levels, bucket, norm), seed, error_feedback=error_feedback)
+def _of_method(method: type[Method], filters: bool = False) -> Callable[..., Scheme]:
+    """Return the factory of a method: options of its class, and a seed if it draws.
+
+    With ``filters`` it may keep residuals, so that ``error_feedback`` is an option, too.
+    """
+
+    def made(error_feedback: bool = method.error_feedback, seed: int = 0, **own: Any) -> Scheme:
+        return _elementwise(method(**own), seed, error_feedback=error_feedback)
+
+    _extended(method, made, slice(0 if filters else 1, 2 if method.draws else 1))
+    del made.__wrapped__  # type: ignore[attr-defined]  # the recipe's own options are these
+    return _gathered(made, filters)
 
 
-@_gathered
-def _dither(ratio: int = 20, bucket: int = 256, seed: int = 0) -> Scheme:
-    return _elementwise(Dither(ratio, bucket), seed)
-
-
-@_gathered
-def _terngrad(
-    clip: float = 2.5, packing: Literal["base3", "bits"] = "base3", seed: int = 0
-) -> Scheme:
-    return _elementwise(TernGrad(clip, packing), seed)
-
-
-@_filtered
-def _dorefa(bits: int = 4, error_feedback: bool = DoReFa.error_feedback, seed: int = 0) -> Scheme:
-    return _elementwise(DoReFa(bits), seed, error_feedback=error_feedback)
-
-
-@_filtered
-def _natural(error_feedback: bool = Natural.error_feedback, seed: int = 0) -> Scheme:
-    return _elementwise(Natural(), seed, error_feedback=error_feedback)
-
-
-@_filtered
-def _onebit(
-    group: Literal["tensor", "column"] = "tensor", error_feedback: bool = OneBit.error_feedback
-) -> Scheme:
-    return _elementwise(OneBit(group), error_feedback=error_feedback)
-
-
-@_filtered
-def _efsignsgd(error_feedback: bool = ScaledSign.error_feedback) -> Scheme:
-    return _elementwise(ScaledSign(), error_feedback=error_feedback)
+_qsgd = _of_method(QSGD, filters=True)
+_dither = _of_method(Dither)
+_terngrad = _of_method(TernGrad)
+_dorefa = _of_method(DoReFa, filters=True)
+_natural = _of_method(Natural, filters=True)
+_onebit = _of_method(OneBit, filters=True)
+_efsignsgd = _of_method(ScaledSign, filters=True)
 
 
 @_gathered

@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.drive import drive_all, exchange_of
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, Policy, make_policy
+from horovod_fftcomp.engine.policy import Scheduled, always, make_policy
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round, Scheme
 from horovod_fftcomp.types import Array, Arrays, Tensor, refuse_masked
@@ -149,10 +149,10 @@ def simulate(
         return _steps(make_policy(recipe, **{"warmup_steps": 0, **options}), gradients)
     if options:
         raise TypeError("options belong to a recipe's name; a scheme already contains its options")
-    return _steps(Always(recipe), gradients)
+    return _steps(always(recipe), gradients)
 
 
-def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
+def _steps(policy: Scheduled, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
     engines: list[Engine] = []
     shape: tuple[int, ...] | None = None
     for step_grads in gradients:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import itertools
 import os
 import sys
 import threading
@@ -17,13 +16,14 @@ import time
 import traceback
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from horovod_fftcomp.adapter import compressor, connection, watch
+from horovod_fftcomp.adapter import connection, watch
 
 _really_sleep = time.sleep
 _really_init = threading.Thread.__init__
@@ -36,9 +36,8 @@ _OWN: Sequence[tuple[Any, str, Callable[[], Any]]] = (
     (warnings, "filters", lambda: warnings.filters[:]),
     (warnings, "showwarning", lambda: warnings.showwarning),
     (warnings, "_showwarnmsg_impl", lambda: warnings._showwarnmsg_impl),
-    (compressor, "_numbers", itertools.count),
     (connection, "_unconnected", weakref.WeakSet),
-    (connection, "_counts", connection._CompressorCounts),
+    (connection, "_counts", Counter),
     (watch._Post, "_present", lambda: None),
 )
 

@@ -23,7 +23,7 @@ from horovod_fftcomp.cli import advise as advise_command
 from horovod_fftcomp.cli import main
 from horovod_fftcomp.cli.advise_jobs import Jobs
 from horovod_fftcomp.cli.advise_report import Findings, print_report
-from horovod_fftcomp.cli.arguments import RecipeChoice
+from horovod_fftcomp.cli.arguments import RecipeChoice, node_range
 from horovod_fftcomp.cli.console import Stages
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor, shards
@@ -40,7 +40,6 @@ from horovod_fftcomp.tools.advise.cost_model import (
     Transfer,
 )
 from horovod_fftcomp.tools.advise.cost_model import step_time as forecast_step
-from horovod_fftcomp.tools.advise.losses import LOSSES
 from horovod_fftcomp.tools.run import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -498,7 +497,7 @@ def test_the_ranks_of_horovodrun_measure_together(transport, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "random_block"])
 def test_the_bytes_are_those_of_the_scheme(recipe):
-    option = advice.compressed(recipe, recipe, {}, TENSORS, {}, 1)
+    option = advice.compressed(RecipeChoice(recipe, recipe, {}), TENSORS, {}, 1)
     scheme, small = get_scheme(recipe), 4 * (200 + 30)
     inside = [t for t in TENSORS if len(t.shape) > 1]
     sent = sum(scheme.sent_nbytes(tensor) for tensor in inside)
@@ -508,7 +507,9 @@ def test_the_bytes_are_those_of_the_scheme(recipe):
     assert abs(option.sent_nbytes - (sent + small + meeting_and_probes)) <= rounded
     assert option.kind == ("alltoall" if recipe in ("topk", "fft") else "allreduce")
     if recipe == "topk":
-        option = advice.compressed(recipe, recipe, {"exchange": "gather"}, TENSORS, {}, 1)
+        option = advice.compressed(
+            RecipeChoice(recipe, recipe, {"exchange": "gather"}), TENSORS, {}, 1
+        )
         assert option.kind == "allgather"
     [bucket] = option.parts[2:]
     kinds = [message.collective for message in bucket.messages]
@@ -523,7 +524,9 @@ def test_auto_is_forecast_with_what_it_has_chosen():
     rng, sizes = np.random.default_rng(0), {"quiet": 0.01, "loud": 1.0}
     tensors = [Tensor(name, (2000, 1000)) for name in sizes]  # a bucket each
     grads = {n: (s * rng.standard_t(3, 2_000_000)).astype(np.float32) for n, s in sizes.items()}
-    option = advice.compressed("auto", "auto", {"exchange": "gather"}, tensors, grads, 1)
+    option = advice.compressed(
+        RecipeChoice("auto", "auto", {"exchange": "gather"}), tensors, grads, 1
+    )
     quiet, loud = (part.messages[-1].nbytes for part in option.parts[2:])
     assert quiet < loud < 1.0001 * 4 * 4_000_000 / 50 - quiet
     kept = get_scheme("auto").codec((2_000_000,))
@@ -542,7 +545,7 @@ def test_dense_gradients_come_last_layer_first():
 def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
     tensor = Tensor("w", (1000, 500))
     grads = {"w": gradient_files.synthetic(500_000).steps[0]}
-    part = advice.compressed(recipe, recipe, {}, [tensor], grads, 3).parts[2]
+    part = advice.compressed(RecipeChoice(recipe, recipe, {}), [tensor], grads, 3).parts[2]
     assert part.decode_s + part.decode_each_s > 0
     if recipe == "scalecom":
         assert part.decode_each_s == 0
@@ -560,7 +563,9 @@ def test_ranks_divide_the_second_encoding_of_a_sharded_exchange(exchange, monkey
     monkeypatch.setattr(shards, "fold", lambda *given: folds.append(given) or fold(*given))
     grads = {"w": gradient_files.synthetic(50_000).steps[0]}
     options = {"exchange": exchange}
-    part = advice.compressed("topk", "topk", options, [Tensor("w", (100, 500))], grads, 1).parts[2]
+    part = advice.compressed(
+        RecipeChoice("topk", "topk", options), [Tensor("w", (100, 500))], grads, 1
+    ).parts[2]
     found = part.encode_s, part.divided_s, part.decode_s, part.decode_each_s
     if exchange == "sharded":
         assert found == pytest.approx((0.001, 0.012, 0.004, 0.0))
@@ -688,13 +693,13 @@ def test_one_that_trains_better_but_saves_too_little_takes_no_place():
 @pytest.mark.parametrize(
     ("recipe", "options", "loss"),
     [
-        ("dither", {}, LOSSES["dither(ratio=20)"]),
-        ("dither", {"ratio": 40}, LOSSES["dither(ratio=40)"]),
-        ("fft", {}, LOSSES["fft"]),
-        ("fft", {"error_feedback": True, "density": 0.33}, LOSSES["fft"]),
+        ("dither", {}, advice.LOSSES["dither(ratio=20)"]),
+        ("dither", {"ratio": 40}, advice.LOSSES["dither(ratio=40)"]),
+        ("fft", {}, advice.LOSSES["fft"]),
+        ("fft", {"error_feedback": True, "density": 0.33}, advice.LOSSES["fft"]),
         ("fft", {"density": 0.1}, None),
         ("topk", {}, None),
-        ("fp16", {}, LOSSES["fp16"]),
+        ("fp16", {}, advice.LOSSES["fp16"]),
         ("natural", {}, None),
     ],
 )
@@ -875,7 +880,7 @@ def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
         measured = [advice.Measured([option], compute, network)]
         found = advice.mean_forecasts(measured, 4)
         best = advice.advise(found)
-        findings = Findings(measured, 4, found, best, times, {}, 0.0, [], "", False, None)
+        findings = Findings(measured, 4, found, best, times, {}, 0.0, "", False, None)
         print_report(findings, None)
         printed = capsys.readouterr().out
         printed = " ".join(printed.split())
@@ -901,6 +906,6 @@ def test_two_measurements_count_with_their_mean():
 
 
 def test_numbers_of_ranks_are_doubled_up_to_the_last():
-    assert list(advice.powers_of_two(2, 2)) == [2]
-    assert list(advice.powers_of_two(2, 8)) == [2, 4, 8]
-    assert list(advice.powers_of_two(3, 20)) == [3, 6, 12, 20]
+    assert node_range("2..2") == [2]
+    assert node_range("2..8") == [2, 4, 8]
+    assert node_range("3..20") == [3, 6, 12, 20]

@@ -10,7 +10,7 @@ import pytest
 from horovod_fftcomp import PayloadError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Context, Tensor
@@ -123,7 +123,7 @@ def test_signs_are_new_in_each_step_and_for_each_seed():
 
 
 def engines_of(scheme, tensors, ranks):
-    return [Engine([Bucket(tuple(tensors), Always(scheme))], rank, ranks) for rank in range(ranks)]
+    return [Engine([Bucket(tuple(tensors), always(scheme))], rank, ranks) for rank in range(ranks)]
 
 
 def sums_of_a_step(engines, grads, rng):

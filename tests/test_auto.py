@@ -12,7 +12,7 @@ from horovod_fftcomp import get_scheme, simulate, wire
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import always, make_policy
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.auto import (
@@ -44,7 +44,7 @@ def spiky(seed=0, n=N):
 
 def engines_of(ranks=2, tensors=None, **options):
     scheme = get_scheme("auto", **{"ratio": 40, "every": 10, **options})
-    bucket = Bucket(tensors or (Tensor("w", (N,)),), Always(scheme))
+    bucket = Bucket(tensors or (Tensor("w", (N,)),), always(scheme))
     return [Engine([bucket], rank, ranks) for rank in range(ranks)]
 
 
@@ -207,7 +207,7 @@ def test_a_choice_that_cannot_be_is_refused():
 def test_the_bytes_go_where_they_save_most():
     """Two tensors in buckets of their own: one with 30 times the gradient of the other."""
     names, scheme = ("large", "small"), get_scheme("auto", ratio=40, error_feedback=False)
-    buckets = [Bucket((Tensor(name, (N,)),), Always(scheme)) for name in names]
+    buckets = [Bucket((Tensor(name, (N,)),), always(scheme)) for name in names]
     engines = [Engine(buckets, rank, 2) for rank in range(2)]
     grads = [[30 * smooth(rank), smooth(rank + 5)] for rank in range(2)]
     for number in range(TRIAL_STEPS + 1):
@@ -282,7 +282,7 @@ def test_a_loss_scale_leaves_choices_alone():
     ("options", "message"),
     [
         ({"ratio": 0.5}, r"ratio must lie in \[1, 10000\]"),
-        ({"every": 0}, "every must be a whole number of steps from 1"),
+        ({"every": 0}, "every must be a whole number from 1 up, got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

@@ -15,7 +15,7 @@ from horovod_fftcomp.codec.quantizers import Float32, float_of
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from tests.backends import BACKENDS, given, load_backend
@@ -99,7 +99,7 @@ class _EverySecond(Adaptive):
 def test_the_step_reaches_a_stage():
     tensor, grad = Tensor("w", (1000,)), _normal(1000)
     scheme = Allgather(Codec(Identity(), _EverySecond()), error_feedback=True)
-    engine = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
+    engine = Engine([Bucket((tensor,), always(scheme))], 0, 1)
     for step in range(4):
         engine.resume(0, engine.resume(0, [grad]).data)
         expected = np.zeros_like(grad)
@@ -160,7 +160,7 @@ def test_quanta_end_where_the_values_or_the_option_do():
 
 def test_a_loss_scale_changes_the_threshold_of_strom():
     tensor, scheme = Tensor("w", (1000,)), get_scheme("strom", threshold=1.5, quanta=2)
-    plain, scaled = (Engine([Bucket((tensor,), Always(scheme))], 0, 1) for _ in range(2))
+    plain, scaled = (Engine([Bucket((tensor,), always(scheme))], 0, 1) for _ in range(2))
     for number in range(8):
         scale = 2.0 ** (number % 3)
         scaled.follow_loss_scale(scale)
@@ -178,7 +178,7 @@ def test_a_loss_scale_brings_no_threshold_beyond_float32(threshold, scale):
     tensor = Tensor("w", (1000,))
     for recipe in ("strom", "hard_threshold"):
         scheme = get_scheme(recipe, threshold=threshold)
-        engine = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
+        engine = Engine([Bucket((tensor,), always(scheme))], 0, 1)
         engine.follow_loss_scale(scale)
         engine.resume(0, engine.resume(0, [_normal(1000)]).data)
         assert np.isfinite(engine.sums(0)[0]).all()

@@ -6,7 +6,7 @@ import pytest
 from horovod_fftcomp import PayloadError, get_codec, get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.kernels.host.ops import HostOps
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import Tensor
@@ -33,7 +33,7 @@ def test_of_codecs_that_change_in_every_step_only_the_last_few_are_kept():
 @pytest.mark.parametrize("size", [100, 20_000])
 def test_a_frozen_tensor_keeps_its_own_residual_alive_and_no_other(size):
     tensors = tuple(Tensor(f"t{n}", (10, size // 10)) for n in range(20))
-    engine = Engine([Bucket(tensors, Always(get_scheme("topk")))], 0, 1)
+    engine = Engine([Bucket(tensors, always(get_scheme("topk")))], 0, 1)
     rng, kept = np.random.default_rng(0), None
     for step in range(4):  # the first one measures, so it encodes tensor by tensor
         grads = [rng.standard_normal(size).astype(np.float32) for _ in tensors]

@@ -10,7 +10,7 @@ import pytest
 from horovod_fftcomp import get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu import addresses
 from horovod_fftcomp.kernels.host.ops import HOST
@@ -75,7 +75,7 @@ def test_arrays_of_another_size_are_refused():
 def calls_of_a_step(recipe, n_tensors):
     """Return how many functions Python calls in a step with ``n_tensors`` small tensors."""
     tensors = tuple(Tensor(f"layer{i}.weight", (64, 64)) for i in range(n_tensors))
-    engine = Engine([Bucket(tensors, Always(get_scheme(recipe)))], 0, 1)
+    engine = Engine([Bucket(tensors, always(get_scheme(recipe)))], 0, 1)
     grads, calls = [values(4096) for _ in tensors], []
 
     def step():

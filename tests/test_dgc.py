@@ -10,7 +10,7 @@ import pytest
 from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import always, make_policy
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
@@ -128,7 +128,7 @@ def test_clipping_follows_the_loss_scale():
     scheme, grads = get_scheme("dgc", density=0.01, max_norm=2.0), normal(4, 2000)
     states = []
     for scale in (1.0, 1024.0):
-        engine = Engine([Bucket((Tensor("w", (2000,)),), Always(scheme))], 0, 1)
+        engine = Engine([Bucket((Tensor("w", (2000,)),), always(scheme))], 0, 1)
         engine.follow_loss_scale(scale)
         for grad in grads:
             exchange_once([engine], [[[grad * np.float32(scale)]]], random.Random(0))

@@ -28,6 +28,7 @@ from horovod_fftcomp.cli.recipes import near_square
 from horovod_fftcomp.codec import base
 from horovod_fftcomp.engine import buckets
 from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.wire.coded_levels import CodedLevels, frequencies
@@ -100,7 +101,7 @@ def grows_with_the_ranks(name: str) -> bool:
     tensor, large = Tensor("w", (200, 200)), Tensor("w", (4000, 4000))
     if "alltoall" in make_policy(name).decided((large,), 64).at(0).rounds:
         return False
-    parts = advice.compressed(name, name, {}, [tensor], {}, 1).parts
+    parts = advice.compressed(parse_recipe(name), [tensor], {}, 1).parts
     return "allgather" in {message.collective for part in parts for message in part.messages}
 
 

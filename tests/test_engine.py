@@ -12,7 +12,7 @@ import pytest
 from horovod_fftcomp import get_scheme, list_compressors, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import always, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
@@ -117,7 +117,7 @@ def _engines(scheme, ranks=2):
 
 
 def _engines_of(scheme, tensors, ranks):
-    buckets = [Bucket(tuple(group), Always(scheme)) for group in tensors]
+    buckets = [Bucket(tuple(group), always(scheme)) for group in tensors]
     return [Engine(buckets, rank, ranks) for rank in range(ranks)]
 
 

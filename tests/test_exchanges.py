@@ -18,7 +18,7 @@ from horovod_fftcomp import get_codec, get_scheme, list_compressors, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Pipeline
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 
@@ -118,7 +118,7 @@ class Exchanges(Pipeline):
 
 
 def engine_of(scheme, rank=0, size=1):
-    buckets = [Bucket(tuple(group), Always(scheme)) for group in TENSORS]
+    buckets = [Bucket(tuple(group), always(scheme)) for group in TENSORS]
     return Engine(buckets, rank, size)
 
 

@@ -281,8 +281,8 @@ def test_report_compares_rows_at_their_best_rate_on_common_seeds(report, records
 def test_losses_that_advise_knows_are_those_of_the_committed_results(report):
     folder = BENCHMARKS / "results" / "language_model"
     committed = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    path = BENCHMARKS.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.py"
-    assert path.read_text() == report.losses_module(report.sections(committed))
+    path = BENCHMARKS.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.json"
+    assert path.read_text() == report.losses_file(report.sections(committed))
 
 
 def test_losses_are_over_none_with_the_same_optimizer_and_of_the_worst(report, records, training):

@@ -19,7 +19,7 @@ import numpy as np
 from horovod_fftcomp import get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.schemes import Round, Tensor
 
 N = 8_000_000
@@ -38,7 +38,7 @@ def step(engine, n):
     engine.settle()
 
 def engine(n, recipe):
-    bucket = Bucket((Tensor("w", (n // 8, 8)),), Always(get_scheme(recipe)))
+    bucket = Bucket((Tensor("w", (n // 8, 8)),), always(get_scheme(recipe)))
     return Engine([bucket], 0, 2)
 """
 

@@ -10,7 +10,7 @@ import pytest
 from horovod_fftcomp import get_scheme, list_compressors, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.policy import always, make_policy
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
@@ -61,7 +61,7 @@ def test_recipes_with_error_feedback_and_dither_have_it():
 
 def engines_of(ranks=2, recipe="fft", **options):
     scheme = get_scheme(recipe, momentum=0.9, **options)
-    bucket = Bucket((Tensor("w", (N,)),), Always(scheme))
+    bucket = Bucket((Tensor("w", (N,)),), always(scheme))
     return [Engine([bucket], rank, ranks) for rank in range(ranks)]
 
 

@@ -14,7 +14,7 @@ from horovod_fftcomp import get_scheme, schedules, simulate
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, check_rules, make_policy, policy_of
+from horovod_fftcomp.engine.policy import always, check_rules, make_policy, policy_of
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.dense import Dense
@@ -158,7 +158,7 @@ def _run(engines, steps, seed):
 
 
 def _engines(recipe, ranks):
-    bucket = Bucket((Tensor("w", (3000,)),), Always(get_scheme(recipe)))
+    bucket = Bucket((Tensor("w", (3000,)),), always(get_scheme(recipe)))
     return [Engine([bucket], rank, ranks) for rank in range(ranks)]
 
 
@@ -239,7 +239,7 @@ def test_a_frozen_tensor_sends_zeros_and_keeps_its_residual(recipe):
 
 
 def test_a_residual_that_keeps_growing_is_told_by_name():
-    bucket = Bucket((Tensor("w", (20_000,)),), Always(get_scheme("topk", density=1e-4)))
+    bucket = Bucket((Tensor("w", (20_000,)),), always(get_scheme("topk", density=1e-4)))
     engine = Engine([bucket], 0, 1)
     grad = np.ones(20_000, np.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
@@ -30,7 +30,7 @@ def of_rank(rank, seed=0, shape=SHAPE):
 
 
 def engines_of(ranks, shape=SHAPE, **options):
-    bucket = Bucket((Tensor("w", shape),), Always(get_scheme("powersgd", **options)))
+    bucket = Bucket((Tensor("w", shape),), always(get_scheme("powersgd", **options)))
     return [Engine([bucket], rank, ranks) for rank in range(ranks)]
 
 
@@ -119,7 +119,7 @@ def test_what_factors_would_not_make_smaller_travels_as_it_is(shape):
 
 def test_vectors_travel_in_the_rounds_of_the_matrices():
     tensors = (Tensor("w", (30, 4, 10)), Tensor("bias", (30,)))
-    bucket = Bucket(tensors, Always(get_scheme("powersgd", rank=2)))
+    bucket = Bucket(tensors, always(get_scheme("powersgd", rank=2)))
     engines = [Engine([bucket], rank, 2) for rank in range(2)]
     grads = [[[normal(1200, seed=rank), normal(30, seed=rank + 9)]] for rank in range(2)]
     exchange_once(engines, grads, random.Random(0))

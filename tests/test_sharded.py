@@ -419,6 +419,26 @@ def test_a_tensor_that_is_frozen_when_pieces_move_loses_nothing(recipe, ranks, f
         np.testing.assert_allclose(sums[number] + kept, due, atol=2e-5 * max(np.abs(due).max(), 1))
 
 
+@pytest.mark.parametrize("recipe", ["topk", "fft", "hard_threshold"])
+def test_a_loaded_state_has_second_residuals_of_own_pieces_alone(recipe):
+    """Else a GPU that drops the next step would restore arrays of other sizes."""
+    old, engines = engines_of(recipe, 2), engines_of(recipe, 3)
+    for seed in range(2):
+        step(old, grads_of(2, seed))
+    for rank, engine in enumerate(engines[:2]):
+        engine.load_state_dict(old[rank].state_dict() | {"rank": rank, "world_size": 3})
+        np.testing.assert_allclose(engine.residual("a"), old[rank].residual("a"), atol=1e-6)
+    loaded = [engine.state_dict()["state"] for engine in engines]
+    step(engines, grads_of(3, 5))
+    for engine, before in zip(engines, loaded, strict=True):
+        after = engine.state_dict()["state"]
+        for kind in ("shard_residual", "shard_begin"):
+            for name, array in before.get(kind, {}).items():
+                assert array.size == after[kind][name].size
+        for name, begin in before.get("shard_begin", {}).items():
+            assert begin == after["shard_begin"][name]
+
+
 def test_auto_is_decided_anew_for_another_number_of_ranks():
     tensors = [Tensor("w", (2500, 2500))]
     [bucket] = make_buckets(tensors, make_policy("fft"), world_size=2)

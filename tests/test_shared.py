@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire import counter_rng
 from tests.contracts import DRAWN_RECIPES, SHARED_RECIPES
@@ -23,7 +23,7 @@ SELECTIONS = [RandomBlock, RandomK]
 
 def alone(scheme, tensors, grads, step=0):
     """Return what an exchange on a single rank ends in."""
-    engine = Engine([Bucket(tuple(tensors), Always(scheme))], 0, 1)
+    engine = Engine([Bucket(tuple(tensors), always(scheme))], 0, 1)
     engine.step = step
     return drive(exchange_of(engine, 0, grads), lambda round_: round_.data.copy())
 

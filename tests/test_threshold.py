@@ -9,7 +9,7 @@ from horovod_fftcomp import formula_threshold, get_codec, get_scheme, simulate, 
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.schemes import Tensor
 from tests.backends import given
 
@@ -121,7 +121,7 @@ def test_a_calibrated_run_sends_about_as_much_as_its_density():
 def test_tensors_without_gradient_do_not_count_as_calibration():
     tensors = (Tensor("a", (300,)), Tensor("b", (300,)))
     scheme = get_scheme("hard_threshold", density=0.1, calibrate_steps=2)
-    engine = Engine([Bucket(tensors, Always(scheme))], 0, 1)
+    engine = Engine([Bucket(tensors, always(scheme))], 0, 1)
     for number in range(4):
         grads = [normal(300, seed=number), None if number == 0 else np.zeros(300, np.float32)]
         engine.resume(0, engine.resume(0, grads).data)
@@ -135,8 +135,8 @@ def test_tensors_without_gradient_do_not_count_as_calibration():
 def test_a_loss_scale_changes_the_threshold_with_the_gradients(given):
     options = {"threshold": 1.5} if given else {"density": 0.05, "calibrate_steps": 3}
     tensor, scheme = Tensor("w", (1000,)), get_scheme("hard_threshold", **options)
-    plain = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
-    scaled = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
+    plain = Engine([Bucket((tensor,), always(scheme))], 0, 1)
+    scaled = Engine([Bucket((tensor,), always(scheme))], 0, 1)
     for number in range(8):
         scale = 2.0 ** (number % 3)
         scaled.follow_loss_scale(scale)
@@ -153,7 +153,7 @@ def test_a_loss_scale_changes_the_threshold_with_the_gradients(given):
 def test_the_total_error_is_the_sum_of_what_every_step_left():
     gradients = normal(60, 1, 700)
     tensor, scheme = Tensor("w", (700,)), get_scheme("hard_threshold", threshold=1.0)
-    engine = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
+    engine = Engine([Bucket((tensor,), always(scheme))], 0, 1)
     expected = 0.0
     for grad, step in zip(
         gradients[:, 0], simulate("hard_threshold", gradients, threshold=1.0), strict=True
@@ -162,7 +162,7 @@ def test_the_total_error_is_the_sum_of_what_every_step_left():
         engine.settle()
         expected += float((step.residual.astype(np.float64) ** 2).sum())
     assert engine.costs.total_error == pytest.approx(expected, rel=1e-4)
-    topk = Engine([Bucket((tensor,), Always(get_scheme("topk", density=0.1)))], 0, 1)
+    topk = Engine([Bucket((tensor,), always(get_scheme("topk", density=0.1)))], 0, 1)
     for grad in gradients[:, 0]:
         topk.resume(0, topk.resume(0, [grad]).data)
         topk.settle()
@@ -171,7 +171,7 @@ def test_the_total_error_is_the_sum_of_what_every_step_left():
 
 def test_new_ranks_know_the_threshold_of_the_others():
     scheme = get_scheme("hard_threshold", density=0.1, calibrate_steps=2)
-    bucket = Bucket((Tensor("w", (300,)),), Always(scheme))
+    bucket = Bucket((Tensor("w", (300,)),), always(scheme))
     engine = Engine([bucket], 0, 1)
     for number in range(3):
         engine.resume(0, engine.resume(0, [normal(300, seed=number)]).data)

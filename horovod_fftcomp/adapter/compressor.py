@@ -6,9 +6,9 @@ exchange objects between ranks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,15 +19,8 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck, Replicas
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.steps import Parts, StepDriver
-from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import (
-    Bucket,
-    decided_anew,
-    make_buckets,
-    may_gather,
-    with_policy,
-)
+from horovod_fftcomp.engine.buckets import Bucket, decided_anew, make_buckets, with_policy
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
@@ -39,6 +32,7 @@ from horovod_fftcomp.monitor.step_log import AddScalar, LiveView
 from horovod_fftcomp.recipes import SECOND
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
+from horovod_fftcomp.schemes.hierarchical import Ranks
 
 # Of ``stats``, in their order.
 FIGURES = (
@@ -46,8 +40,6 @@ FIGURES = (
     "encode_hidden_s encode_wait_s wait_s decode_s check_s relative_error total_error similarity "
     "skipped_steps collectives density choices"
 ).split()
-# Every rank makes its compressors in the same order, so equal numbers denote the same compressor.
-_numbers = itertools.count()
 
 
 class Compressor:
@@ -63,6 +55,7 @@ class Compressor:
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
+    _slots: Sequence[Slot | None]  # each tensor's in the buckets; None if it is in none
     _shard = ""  # which part of the tensors this rank has: "shard 0 of 2"; "" if they are whole
     _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
@@ -340,15 +333,11 @@ class Compressor:
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         checkpoint.check_shard(saved, self._shard)
         part = checkpoint.part_of(saved, **self.place())
-        before = self._recovery.state_dict() if self._recovery else None
-        if self._recovery and part["recovery"] is not None:
-            self._recovery.load_state_dict(part["recovery"])
-        try:
-            self._engine.load_state_dict(part)
-        except ValueError:
-            if self._recovery and before is not None:
-                self._recovery.load_state_dict(before)
-            raise
+        recovery = copy.copy(self._recovery)
+        if recovery and part["recovery"] is not None:
+            recovery.load_state_dict(part["recovery"])
+        self._engine.load_state_dict(part)  # last of what may raise an error: then nothing changes
+        self._recovery = recovery
         self._use_density(part["density"])
         self._steps.abandon()
         self._connection.reset()  # some ranks may have loaded nothing
@@ -399,13 +388,19 @@ class Compressor:
             f"on one, and load that into a new compressor{self._IN_ELASTIC_JOBS}"
         )
 
-    def _take_name(self) -> str:
-        """Return the prefix of this compressor's operation names, with a new number.
+    def _make_connection(
+        self,
+        send: Send,
+        shutdown: Callable[[], None],
+        groups: Callable[[], Mapping[Ranks, Any]] = dict,
+        by_order: bool = False,
+    ) -> None:
+        """Open what steps are written to, then make the connection; arguments as ``Connection``'s.
 
-        Opens what steps are written to before: an error there, on the rank that writes, must not
-        leave the ranks with different numbers of compressors.
+        In this order: an error there, on the rank that writes, must not leave the ranks with
+        different numbers of compressors.
         """
-        settings = self._settings
+        settings, recipe = self._settings, self._policy.recipe
         if self._set.included():
             writes = self._writes(self._set.rank())
             if settings.live_view is not None or settings.scalars is not None:
@@ -415,41 +410,25 @@ class Compressor:
                 self.on_step(functools.partial(self._show, view))
             if settings.record is not None and writes:
                 self._recorder = Recorder(settings.record, settings.record_every)
-        return f"fftcomp.{next(_numbers)}"
+        own = self._facts, settings, recipe, self._set
+        self._connection = Connection(send, *own, shutdown, groups, by_order)
 
-    def _watch(self, name: str, shutdown: Callable[[], None]) -> Watch:
-        """Return the watch that detects stalls; ``shutdown`` shuts Horovod down."""
-        settings = self._settings
-        ends = settings.on_timeout == "raise"
-        return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
-
-    def _make_parts(
-        self, buckets: Sequence[Bucket], device: Device | None, send: Send, name: str
-    ) -> Parts:
+    def _make_parts(self, buckets: Sequence[Bucket], device: Device | None, send: Send) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
 
-        ``send`` sends the hashes of the parameters; ``name`` is the compressor's.
+        ``send`` sends the hashes of the parameters.
         """
-        settings, member = self._settings, self._set.included()
-        rank = self._set.rank() if member else 0
+        rank = self._set.rank() if self._set.included() else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        check = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
+        self._slots = slots_of(self._tensors, buckets)
+        where, action = (send, self._connection), self._settings.replica_check
+        check = ReplicaCheck(*where, self._parameters, action, device)
         parts = self._engine, self._connection, check, self._recorder, self._listeners
-        return Parts(*parts, settings, self._set, name, self._slots)
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether steps have collectives other than allreduces."""
-        return self._settings.replica_check != "off" or may_gather(self._buckets)
+        return Parts(*parts, self._settings, self._slots)
 
     @property
     def _buckets(self) -> list[Bucket]:
         return self._engine.buckets
-
-    @property
-    def _slots(self) -> list[Slot | None]:
-        """Each tensor's slot in the buckets; None if it is in none."""
-        return slots_of(self._tensors, self._buckets)
 
     def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""

@@ -7,17 +7,18 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine.overlap import Inline, Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.types import Array
 
 # Compressors of this process whose handshake has not ended. The first hooks of several compressors
@@ -29,15 +30,8 @@ _unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
 _GREETING_S = 2.0
 
 
-@dataclass
-class _CompressorCounts:
-    """Numbers of compressors that this process has made, and used per ranks of a process set."""
-
-    made: int = 0
-    used: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-
-_counts = _CompressorCounts()
+# Compressors of this process: how many were made, and how many are used by these ranks.
+_counts: Counter[str | Ranks] = Counter()
 
 JOINED = (
     "a rank has called hvd.join(), after which Horovod supports allreduces only. Give all "
@@ -66,35 +60,39 @@ class _WatchedRound:
 class Connection:
     """Connection of one compressor to the same compressor on the other ranks of ``process_set``.
 
-    ``name``: name of the compressor, the prefix of its operations' names. Steps after another
+    ``name``: prefix of its operations' names, with the compressor's number. Every rank makes its
+    compressors in the same order, so equal numbers denote the same compressor. ``facts()``: what
+    the handshake compares. Steps after another
     handshake use other names, so they are never matched with operations of a dropped step that are
-    still pending on some or all ranks. ``watch`` limits how long ranks wait for each other.
-    ``groups`` returns the process sets, by their ranks, for rounds among a part of the ranks; all
-    ranks call it once, after the handshake. ``by_order``: whether operations are matched by their
-    order, not by their names, which then say more.
+    still pending on some or all ranks. ``watch`` limits how long ranks wait for each other;
+    ``shutdown`` ends all waits. ``groups`` returns the process sets, by their ranks, for rounds
+    among a part of the ranks; all ranks call it once, after the handshake. ``by_order``: whether
+    operations are matched by their order, not by their names, which then say more.
     """
 
     def __init__(
         self,
         send: Send,
-        name: str,
+        facts: Callable[[], dict[str, Any]],
+        settings: Settings,
+        recipe: str,
         process_set: Any,
-        watch: Watch,
-        groups: Callable[[], Mapping[tuple[int, ...], Any]] = dict,
-        by_order: bool = False,
+        shutdown: Callable[[], None],
+        groups: Callable[[], Mapping[Ranks, Any]],
+        by_order: bool,
     ) -> None:
-        self.watch, self._by_order = watch, by_order
-        self._start = send
-        self._make_groups = groups
-        self._groups: Mapping[tuple[int, ...], Any] = {}
-        self._name = name
-        self._number = int(name.rpartition(".")[2])
-        _counts.made = max(_counts.made, self._number + 1)
+        self._start, self._facts, self._make_groups = send, facts, groups
+        self._by_order = by_order
+        self._groups: Mapping[Ranks, Any] = {}
+        self._number = _counts["made"]
+        _counts["made"] += 1
+        self.name = f"fftcomp.{self._number}"
+        self._timeout_s, ends = settings.timeout_s, settings.on_timeout == "raise"
+        self.watch = Watch(self.name, recipe, self._timeout_s, ends, shutdown)
         self._is_used = False
         self._epoch = 0  # number of handshakes since ``recount``, part of names of operations
         self.n_handshakes = 0  # since the start
-        self._set = process_set
-        self._timeout_s = watch.timeout_s
+        self.process_set = process_set
         self._handshake: handshake.Handshake | None = None
         self._barrier: Pending | None = None
         self._agreements = itertools.cycle(range(2))  # they block, so two names are enough
@@ -108,22 +106,19 @@ class Connection:
         self.watch.disconnect()
         _unconnected.add(self)
 
-    def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
+    def connect(self, optimizers: Any | None = None) -> None:
         """Start the handshake at the first call; finish it as soon as all ranks have answered.
 
         The first gradient waits for it, so that ranks that differ stop before they exchange
-        anything; ``facts()`` is compared. ``optimizers``: the process set of the optimizer, if it
+        anything. ``optimizers``: the process set of the optimizer, if it
         is known. Raises ConfigMismatchError if the ranks differ.
         """
-        if self._handshake is None:
+        if is_first := self._handshake is None:
             self._epoch += 1
-            self.start_handshake(self.send, facts, optimizers)
-            is_alone = len(_unconnected) <= 1
-            patience_s = 0.0 if is_alone else _GREETING_S
-        else:
-            is_alone, patience_s = False, 0.0
+            self.start_handshake(self.send, optimizers)
         assert self._handshake is not None
-        if is_alone or self._handshake.is_done(patience_s):
+        is_alone = is_first and len(_unconnected) <= 1
+        if is_alone or self._handshake.is_done(_GREETING_S if is_first else 0.0):
             self._finish_handshake()
 
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
@@ -140,15 +135,13 @@ class Connection:
             self.watch.check()
             raise
 
-    def start_handshake(
-        self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
-    ) -> None:
-        """Start to compare ``facts()`` over ``send``, without waiting; ``open`` finishes it."""
-        name = f"{self._name}.handshake"
-        self._compare_number(self._set if optimizers is None else optimizers)
+    def start_handshake(self, send: Send, optimizers: Any | None) -> None:
+        """Start to compare the facts over ``send``, without waiting; ``open`` finishes it."""
+        name = f"{self.name}.handshake"
+        self._compare_number(self.process_set if optimizers is None else optimizers)
         self.n_handshakes += 1
-        sent = {**facts(), handshake.ADDRESS: self.watch.start()}
-        self._handshake = handshake.Handshake(send, sent, name, self._set, optimizers)
+        sent = {**self._facts(), handshake.ADDRESS: self.watch.start()}
+        self._handshake = handshake.Handshake(send, sent, name, self.process_set, optimizers)
 
     def _compare_number(self, process_set: Any) -> None:
         """Start, at the first use, to compare this compressor's number between ranks.
@@ -161,20 +154,17 @@ class Connection:
             return
         self._is_used = True
         ranks = tuple(process_set.ranks)  # Horovod gives the id of a removed set to another one
-        name = f"fftcomp.use.{_counts.used[ranks]}"
-        _counts.used[ranks] += 1
-        counts = self._number, _counts.made
+        name = f"fftcomp.use.{_counts[ranks]}"
+        _counts[ranks] += 1
+        counts = self._number, _counts["made"]
         self.watch.compare(handshake.Numbers(self._start, *counts, name, process_set).difference)
 
     def _finish_handshake(self) -> None:
         assert self._handshake is not None
-        self.watch.note_call("the first exchange of all ranks")
-        try:
+        with self.watch.calling("the first exchange of all ranks"):
             first = self._handshake.compare(self._timeout_s)
-            self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
+            self.watch.join_ranks(first, self.process_set.rank(), self.process_set.ranks)
             self._groups = self._groups or self._make_groups()
-        finally:
-            self.watch.note_call("")
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
 
@@ -185,7 +175,7 @@ class Connection:
         without it would crash Horovod.
         """
         ones = Round("allreduce", np.ones(1, np.float32))
-        self._barrier = self.send(ones, f"{self._name}.present", self._set)
+        self._barrier = self.send(ones, f"{self.name}.present", self.process_set)
 
     def can_open(self) -> bool:
         """Return whether ``open`` would return without waiting."""
@@ -199,7 +189,7 @@ class Connection:
             return
         present = self._barrier.wait(self._timeout_s)
         self._barrier = None
-        if present[0] != handshake.size_of(self._set):
+        if present[0] != handshake.size_of(self.process_set):
             raise UnsupportedError(JOINED)
 
     def leave_together(self) -> None:
@@ -209,22 +199,19 @@ class Connection:
         """
         if self._groups:
             ones = Round("allreduce", np.ones(1, np.float32))
-            self.send(ones, f"{self._name}.parted", self._set).wait(self._timeout_s)
+            self.send(ones, f"{self.name}.parted", self.process_set).wait(self._timeout_s)
 
     def gather(self, call: str, value: object) -> list[Any]:
         """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
         self.watch.check()
-        self._compare_number(self._set)
+        self._compare_number(self.process_set)
         which = call if self._by_order else next(self._agreements)
-        name = f"{self._name}.agreement.{which}"
+        name = f"{self.name}.agreement.{which}"
         self.watch.start()
-        self.watch.note_call(call)
-        try:
+        with self.watch.calling(call):
             gathered = handshake.gather_objects(
-                self.send, (call, value), name, self._set, self._timeout_s
+                self.send, (call, value), name, self.process_set, self._timeout_s
             )
-        finally:
-            self.watch.note_call("")
         handshake.compare_facts([{"call": made} for made, _ in gathered])
         return [given for _, given in gathered]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.handshake import size_of
 from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, warn
@@ -18,7 +19,10 @@ from horovod_fftcomp.types import Array
 
 
 class Replicas(Protocol):
-    """Interface to an adapter's parameters as bytes, addressed by number."""
+    """Interface to an adapter's parameters as bytes, addressed by number.
+
+    It may also have ``read_in_place``, as ``read`` but on the GPU, aligned to 8 bytes.
+    """
 
     @property
     def names(self) -> Sequence[str]:
@@ -37,24 +41,21 @@ class Replicas(Protocol):
 class ReplicaCheck:
     """Comparison of parameters between ranks: some at each step, all of them within 100 steps.
 
-    The hashes are exchanged while the step goes on. ``action`` if they differ: "warn", "broadcast"
-    (warn and overwrite them with the first rank's values) or "off" (no comparison).
+    The hashes are exchanged while the step goes on, by ``send``. ``action`` if they differ: "warn",
+    "broadcast" (warn and overwrite them with the first rank's values) or "off" (no comparison).
+    ``device``: the GPU that computes steps, and hashes parameters where they are; None without one.
     """
 
     def __init__(
-        self, send: Send, parameters: Replicas, action: str, process_set: Any, name: str
+        self, send: Send, link: Connection, parameters: Replicas, action: str, device: Device | None
     ) -> None:
-        self._send = send
-        self._parameters = parameters
-        self._action = action
-        self._set = process_set
-        self._name = f"{name}.replicas"
+        self._send, self._set, self._name = send, link.process_set, f"{link.name}.replicas"
+        self._parameters, self._action, self._device = parameters, action, device
         self._rotation = Rotation(sizes := parameters.sizes())
         self._n_sizes = len(sizes)
         self.seconds = 0.0  # total time spent here, for stats
         self._due: Sequence[int] = ()
         self._pending: Pending | None = None
-        self._device: Device | None = None
 
     def abandon(self) -> None:
         """Discard an exchange that an error interrupted."""
@@ -64,33 +65,25 @@ class ReplicaCheck:
         """Return whether ``begin`` would compare anything; the same on all ranks."""
         return self._action != "off" and len(self._rotation.due(step)) > 0
 
-    def begin(
-        self,
-        step: int,
-        device: Device | None = None,
-        in_place: Callable[[int], Any] | None = None,
-        perturbed: bool = False,
-    ) -> None:
+    def begin(self, step: int, perturbed: bool = False) -> None:
         """Start comparing the parameters that are due, before ``step`` updates them.
 
-        All ranks have to call it. ``device``: the GPU that holds all parameters and computes steps,
-        or None; with a GPU, ``in_place`` returns a parameter's values there: uint8 1-D, aligned to
-        8 bytes. ``perturbed``: the parameters are meant to differ in this step, in which no rank
-        compares any.
+        All ranks have to call it. ``perturbed``: the parameters are meant to differ in this step,
+        in which no rank compares any.
         """
-        self._device = device
         if len(self._parameters.names) != self._n_sizes:  # the optimizer got new ones
             self._rotation = Rotation(sizes := self._parameters.sizes())
             self._n_sizes = len(sizes)
         self._due = () if self._action == "off" else self._rotation.due(step)
         if self._due:
             start = time.perf_counter()
+            in_place = getattr(self._parameters, "read_in_place", None)
             if perturbed:
                 hashes = np.zeros(8 * len(self._due), np.uint8)
-            elif device is not None and in_place is not None:
+            elif self._device is not None and in_place is not None:
                 from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device  # only with a GPU
 
-                hashes = hashes_on_device(device, [in_place(number) for number in self._due])
+                hashes = hashes_on_device(self._device, [*map(in_place, self._due)])
             else:
                 values = [hash_bytes(self._parameters.read(number)) for number in self._due]
                 hashes = np.array(values, np.uint64).view(np.uint8)

@@ -59,13 +59,9 @@ class Status(NamedTuple):
     where: str = ""
     missing: str = ""
 
-    def pack(self) -> list[Any]:
-        """Return the report as JSON values."""
-        return [list(self.progress), *self[1:]]
-
     @staticmethod
     def unpack(values: Any) -> Status:
-        """Return the report that ``pack`` serialized; ValueError or TypeError for anything else."""
+        """Return the report that JSON has made lists of; ValueError or TypeError for others."""
         progress, quiet_s, waits, where, missing = values
         return Status(Progress(*progress), float(quiet_s), bool(waits), str(where), str(missing))
 
@@ -115,7 +111,9 @@ def diagnose(
     if not behind and all(r.progress.returned >= r.progress.handed for r in waiting.values()):
         return ""  # each rank may be busy by itself
     longest = max(report.quiet_s for report in waiting.values())
-    parts = [f"no progress for {longest:.0f} s in {_activity(first, waiting)}."]
+    calls = {report.progress.call for report in waiting.values() if report.progress.call}
+    doing = min(calls) if calls else f"step {first.progress.step}"
+    parts = [f"no progress for {longest:.0f} s in {doing}."]
     parts += [_late_rank(rank, reports.get(rank), first.progress) for rank in late[:_SHOWN_RANKS]]
     if not late:
         parts.append(
@@ -145,12 +143,6 @@ def _clash(reports: Mapping[int, Status]) -> str:
         f"{list_ranks(training)} did not call it and began step {quiet[training[0]].progress.step} "
         f"instead. Call {call} on every rank, between the same two steps."
     )
-
-
-def _activity(first: Status, waiting: Mapping[int, Status]) -> str:
-    """Return the name of the call or step that is under way."""
-    calls = {report.progress.call for report in waiting.values() if report.progress.call}
-    return min(calls) if calls else f"step {first.progress.step}"
 
 
 def _late_rank(rank: int, report: Status | None, first: Progress) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.buckets import may_gather
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError
@@ -23,8 +24,8 @@ class Parts(NamedTuple):
     """Objects of a compressor that its step driver uses.
 
     ``listeners`` are called when a step has been closed; see ``Compressor.on_step``. ``recorder``
-    records the compressed tensors' gradients of some steps. ``name``: the compressor's; ``slots``:
-    each tensor's slot in the buckets; None if it is sent dense.
+    records the compressed tensors' gradients of some steps. ``slots``: each tensor's slot in the
+    buckets; None if it is sent dense.
     """
 
     engine: Engine
@@ -33,8 +34,6 @@ class Parts(NamedTuple):
     recorder: Recorder | None
     listeners: Sequence[Callable[[], None]]
     settings: Settings
-    process_set: Any
-    name: str
     slots: Sequence[Slot | None]
 
 
@@ -44,14 +43,18 @@ class StepDriver:
     Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes of all gradients in
     float32, ``other_nbytes`` bytes of what Horovod itself reduced (dense tensors and probes).
     ``of_warmup``: bytes of gradients and bytes passed to collectives in the warm-up; while it lasts
-    without its last step.
+    without its last step. ``gathers``: whether steps have collectives other than allreduces.
     """
 
     _TO_CONTINUE = ""  # end of an error message: what to load besides the compressor's state
 
     def __init__(self, parts: Parts) -> None:
+        self.parts = parts
         self._engine, self._connection, self._replicas, self._recorder = parts[:4]
-        self._listeners, self._settings, self._set, self._name, self._slots = parts[4:]
+        self._listeners, self._settings, self._slots = parts[4:]
+        self._set, self._name = self._connection.process_set, self._connection.name
+        # A step of allreduces alone needs no barrier: it works with hvd.join as in Horovod.
+        self.gathers = self._settings.replica_check != "off" or may_gather(self._engine.buckets)
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
@@ -111,10 +114,9 @@ class StepDriver:
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
 
     def _record(self, bucket: int, arrived: Mapping[int, Any]) -> None:
-        """Copy gradients of a bucket, 1-D float32 by position, in a step that is recorded."""
-        assert self._recorded is not None
+        """Copy gradients of a bucket, 1-D float32 by position, if this step is recorded."""
         for position, grad in arrived.items():
-            if grad is not None:
+            if self._recorded is not None and grad is not None:
                 tensor = self._engine.buckets[bucket].tensors[position]
                 values = np.array(on_host(grad, self._engine.device))
                 self._recorded[tensor.name] = values.reshape(tensor.shape)

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
@@ -97,7 +97,7 @@ class Watch:
         self._steps: Callable[[], Watched | None] = lambda: None
         self._call = ""
         self._difference: Callable[[], str] = str  # returns ""
-        self._seen: tuple[Progress, str] | None = None
+        self._seen: Progress | None = None
         self._since = self._looked_at = time.monotonic()  # the last change; the last look
         self._next_s = self._end_at = 0.0
         self._wrote_notice = False
@@ -164,9 +164,14 @@ class Watch:
         margin_s = _BACKSTOP_S if self._n_ranks else 0.0
         return min(self.timeout_s + margin_s, threading.TIMEOUT_MAX)
 
-    def note_call(self, call: str) -> None:
-        """Record the call in which this rank waits for all others; "" when it has returned."""
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Record, in a ``with`` block, the call in which this rank waits for all others."""
         self._call = call
+        try:
+            yield
+        finally:
+            self._call = ""
 
     def poll(self, post: _Post) -> None:
         """Poll the progress, report it and act on stalls; called in the watch's thread."""
@@ -179,8 +184,8 @@ class Watch:
         progress = Progress(0, 0, 0, False) if steps is None else steps.progress()
         if self._call:
             progress = progress._replace(call=self._call)
-        if (seen := (progress, self._call)) != self._seen:
-            self._seen, self._since = seen, now
+        if progress != self._seen:
+            self._seen, self._since = progress, now
         quiet_s = now - self._since
         if self._end_at and now >= self._end_at:
             self._end(progress)
@@ -193,7 +198,7 @@ class Watch:
             self._reports[0] = (now, report)
             self._diagnose(post, now)
         elif self._n_ranks:
-            values = {"to": self.name, "rank": self._rank, "report": report.pack()}
+            values = {"to": self.name, "rank": self._rank, "report": report}
             for address in self._first_addresses:
                 post.send(self._token, values, address)
         self._announce_alone(report, now)

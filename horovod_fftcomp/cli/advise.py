@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
 import math
 import os
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_fftcomp.cli import advise_plot, advise_report
+from horovod_fftcomp.cli import advise_report, plots
 from horovod_fftcomp.cli.advise_jobs import Jobs
 from horovod_fftcomp.cli.advise_report import Findings
 from horovod_fftcomp.cli.arguments import (
@@ -29,12 +29,12 @@ from horovod_fftcomp.cli.arguments import (
     positive,
     recipe_choices,
 )
-from horovod_fftcomp.cli.console import Stages
+from horovod_fftcomp.cli.console import Stages, write_json
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
 from horovod_fftcomp.tools.advise import advice, doubts, load
-from horovod_fftcomp.tools.advise.advice import Forecast, Measured, Option
+from horovod_fftcomp.tools.advise.advice import Measured, Option
 from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
@@ -88,13 +88,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     _add_measured(parser)
-    add(
-        "--compression",
-        type=recipe_choices,
-        dest="recipes",
-        metavar=COMPRESSIONS,
-        help=f"compressions to forecast (default: {_RECIPES})",
-    )
+    told = f"compressions to forecast (default: {_RECIPES})"
+    add("--compression", type=recipe_choices, dest="recipes", metavar=COMPRESSIONS, help=told)
     add("--steps", type=count, default=20, metavar="N", help="steps of a run (default: 20)")
     add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
     add("--cores-per-rank", type=count, metavar="N", help="CPU cores of a rank (default: as here)")
@@ -143,9 +138,9 @@ def run(parsed: argparse.Namespace) -> None:
         command = shlex.join(["horovod-fftcomp", *parsed.arguments])
         content = {"command": command, "machine": environment.describe()}
         content |= advise_report.as_json(found, parsed.nodes)
-        parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(parsed.json, content)
     if parsed.plot:
-        advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
+        plots.write_advice(parsed.plot, found, parsed.nodes or node_range("2..64"))
     if found.doubts:
         why = f"nothing is recommended: {'; '.join(found.doubts)}"
         launcher.tell_torchrun("horovod-fftcomp advise", _REFUSED, why)
@@ -213,77 +208,51 @@ def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | N
     cores = parsed.cores_per_rank or model.cores
     cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
-    nothing = _option(_ALMOST_NOTHING, model, parsed)
-    measured = []
+    measured = [*_measured(parsed, jobs, model, probed, cores, tell)]
+    forecasts = advice.mean_forecasts(measured, ranks)
+    best, start = advice.advise(forecasts), (jobs.start(ranks), jobs.is_ddp, parsed.script)
+    timed = probed.times, model.steps, probed.load
+    found = Findings(measured, ranks, forecasts, best, *timed, *start)
+    return found._replace(doubts=[*_doubts(found)])
+
+
+def _measured(
+    parsed: argparse.Namespace, jobs: Jobs, model: _Model, probed: _Probed, cores: int, tell: Any
+) -> Iterator[Measured]:
+    """Time the codecs once for each measurement of the network."""
+    repeat, spare_core = (parsed.repeat + 1) // 2, cores > 1  # half, as it is measured twice
+
+    def timed(choice: RecipeChoice) -> Option:
+        return advice.compressed(choice, model.tensors, model.grads, repeat)
+
+    step_spread = max((steps.spread for steps in model.steps.values()), default=0.0)
+    computed = functools.partial(advice.compute_of, ranks=jobs.size, spare_core=spare_core)
+    nothing = timed(_ALMOST_NOTHING)
     for network in probed.networks:
-        none, compute = _computed(parsed, jobs, model, probed, network, nothing, cores > 1)
+        none = advice.dense(model.tensors)
+        if parsed.compute_ms is not None or not model.steps:
+            compute_ms = parsed.compute_ms or _COMPUTE_MS * parsed.parameters / _PARAMETERS
+            compute = Compute(compute_ms / 1e3, spare_core)
+        elif probed.times:
+            compute = computed(model.steps["random_block"].step_s, nothing, network)
+            none = none._replace(compute=computed(model.steps["none"].step_s, none, network))
+        else:  # of a network that is not that of the jobs
+            compute = computed(model.steps["random_block"].step_s, nothing, _NO_NETWORK)
         options = [none]
         for choice in parsed.recipes:
             tell(choice.label, _CODEC)
-            options.append(_option(choice, model, parsed))
-        spreads = max((s.spread for s in model.steps.values()), default=0.0), probed.spread
-        measured.append(Measured(options, compute, network, *spreads))
-    found = advice.mean_forecasts(measured, ranks)
-    return Findings(
-        measured,
-        ranks,
-        found,
-        advice.advise(found),
-        probed.times,
-        model.steps,
-        probed.load,
-        [*_doubts(measured, found, model, probed, ranks)],
-        jobs.start(ranks),
-        jobs.is_ddp,
-        parsed.script,
-    )
+            options.append(timed(choice))
+        yield Measured(options, compute, network, step_spread, probed.spread)
 
 
-def _computed(
-    parsed: argparse.Namespace,
-    jobs: Jobs,
-    model: _Model,
-    probed: _Probed,
-    network: Network,
-    nothing: Option,
-    spare_core: bool,
-) -> tuple[Option, Compute]:
-    """Return option ``none``, with a computation of its own if measured, and that of all others."""
-    none = advice.dense(model.tensors)
-    if parsed.compute_ms is not None or not model.steps:
-        compute_ms = parsed.compute_ms or _COMPUTE_MS * parsed.parameters / _PARAMETERS
-        return none, Compute(compute_ms / 1e3, spare_core)
-
-    def computed(recipe: str, option: Option, where: Network) -> Compute:
-        step_s = model.steps[recipe].step_s
-        return advice.compute_of(step_s, option, where, jobs.size, spare_core)
-
-    if not probed.times:  # of a network that is not that of the jobs
-        return none, computed("random_block", nothing, _NO_NETWORK)
-    none = none._replace(compute=computed("none", none, network))
-    return none, computed("random_block", nothing, network)
-
-
-def _doubts(
-    measured: Sequence[Measured],
-    found: Sequence[Forecast],
-    model: _Model,
-    probed: _Probed,
-    ranks: int,
-) -> Iterator[str]:
-    yield from doubts.of_load(probed.load)
-    if model.steps:
-        yield from doubts.of_steps(model.steps, min(m.compute.total_s for m in measured))
-    if model.steps and probed.times:
-        yield from doubts.of_dense(found[0], model.steps["none"])
-    yield from doubts.of_forecasts(*(advice.mean_forecasts([m], ranks) for m in measured))
-
-
-def _option(choice: RecipeChoice, model: _Model, parsed: argparse.Namespace) -> Option:
-    repeat = (parsed.repeat + 1) // 2  # as it is measured twice
-    return advice.compressed(
-        choice.label, choice.name, choice.options, model.tensors, model.grads, repeat
-    )
+def _doubts(found: Findings) -> Iterator[str]:
+    yield from doubts.of_load(found.load)
+    if found.steps:
+        yield from doubts.of_steps(found.steps, min(m.compute.total_s for m in found.measured))
+    if found.steps and found.times:
+        yield from doubts.of_dense(found.forecasts[0], found.steps["none"])
+    twice = (advice.mean_forecasts([once], found.ranks) for once in found.measured)
+    yield from doubts.of_forecasts(*twice)
 
 
 def _model(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> _Model:

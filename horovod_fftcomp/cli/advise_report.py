@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.text import Text
-
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table, in_ms, make_console, to_paste
+from horovod_fftcomp.schemes import received
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Measured, Option
-from horovod_fftcomp.tools.advise.cost_model import Line, Message, received_nbytes, speed
+from horovod_fftcomp.tools.advise.cost_model import Line, Message, speed
 from horovod_fftcomp.tools.advise.doubts import Steps
 
 # A bandwidth is reported if bytes make up this share of the largest message's time.
@@ -35,31 +34,31 @@ class Findings(NamedTuple):
     times: Sequence[tuple[Message, float]]
     steps: Mapping[str, Steps]
     load: float
-    doubts: Sequence[str]
     start: str
     is_ddp: bool
     script: str | None
+    doubts: Sequence[str] = ()
 
 
-def print_report(found: Findings, nodes: range | None) -> None:
+def print_report(found: Findings, nodes: Sequence[int] | None) -> None:
     """Print measurements, forecast and advice, or why nothing is recommended."""
     console = make_console()
     console.print(_table(found))
     for line in _facts(found):
-        console.print(Text(line))
+        console.print(line)
     if found.doubts:
-        console.print(Text(f"\n{_REFUSED}.", "bold"))
+        console.print(f"\n{_REFUSED}.", style="bold")
         for doubt in found.doubts:
-            console.print(Text(f"{doubt[0].upper()}{doubt[1:]}."))
+            console.print(f"{doubt[0].upper()}{doubt[1:]}.")
         return
     if nodes:
         console.print()
         console.print(_growth(found, nodes))
     console.print()
-    console.print(Text(f"{found.advice.why}.", "bold"))
+    console.print(f"{found.advice.why}.", style="bold")
     for line in [*_to_paste(found, console.width), *_to_measure(found, console.width)]:
         # A word that is too long for a line must not be broken in what is to be pasted.
-        console.print(Text(line), soft_wrap=line.startswith(" "))
+        console.print(line, soft_wrap=line.startswith(" "))
 
 
 def _table(found: Findings) -> Table:
@@ -134,16 +133,15 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
     if not same:
         return f"{8e-9 / line.beta_s:.3g} Gbit/s"
     nbytes, time_s = max(same)
-    if received_nbytes(collective, nbytes, found.ranks) * line.beta_s < _TOO_FAST * time_s:
+    if received(collective, nbytes, found.ranks) * line.beta_s < _TOO_FAST * time_s:
         return f"too fast to measure with {nbytes / 1e6:.3g} MB"
     return speed(collective, nbytes, found.ranks, time_s)
 
 
-def _growth(found: Findings, nodes: range) -> Table:
-    ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
+def _growth(found: Findings, nodes: Sequence[int]) -> Table:
     title = f"Step (ms) by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
-    table = Table("compression", map(str, ranks), title)
-    for option, steps in growth(found, ranks):
+    table = Table("compression", map(str, nodes), title)
+    for option, steps in growth(found, nodes):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
     return table
 
@@ -182,7 +180,7 @@ def _setting(option: Option) -> str:
     return shlex.quote(RecipeChoice(option.label, option.recipe, option.options).text)
 
 
-def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
+def as_json(found: Findings, nodes: Sequence[int] | None) -> dict[str, Any]:
     """Return every number as JSON values."""
     measured, best = found.measured[0], None if found.doubts else found.advice.best
     network = measured.network
@@ -207,9 +205,8 @@ def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
         },
     }
     if nodes:
-        ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
-        steps = {option.label: row for option, row in growth(found, ranks)}
-        content["nodes"] = {"ranks": ranks, "step_s": steps}
+        steps = {option.label: row for option, row in growth(found, nodes)}
+        content["nodes"] = {"ranks": nodes, "step_s": steps}
     return content
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import os
 from decimal import Decimal
@@ -55,11 +56,12 @@ def positive(text: str) -> float:
     return number
 
 
-def node_range(text: str) -> range:
-    """Return a range of numbers of ranks, written ``2..1024``."""
+def node_range(text: str) -> list[int]:
+    """Return numbers of ranks, written ``2..1024``: the first, its doubles, and the last."""
     first, dots, last = text.partition("..")
     if dots and first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last) <= 1 << 20:
-        return range(int(first), int(last) + 1)
+        doubles = (int(first) << n for n in range(20))
+        return [*itertools.takewhile(lambda ranks: ranks < int(last), doubles), int(last)]
     raise argparse.ArgumentTypeError(f"{text!r} is not a range of ranks; write 2..1024")
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rich.text import Text
-
-from horovod_fftcomp.cli import bench_report
+from horovod_fftcomp.cli import bench_report, plots
 from horovod_fftcomp.cli.arguments import (
     COMPRESSIONS,
-    RecipeChoice,
     count,
     count_from_0,
     numels,
@@ -24,32 +20,19 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choices,
 )
 from horovod_fftcomp.cli.bench_report import Result
-from horovod_fftcomp.cli.console import make_console, progress_bar
+from horovod_fftcomp.cli.console import make_console, progress_bar, write_json
 from horovod_fftcomp.cli.recipes import near_square
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, is_compressed
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import bench, environment, gradient_files
-from horovod_fftcomp.tools.bench import RecipeSession, Session, plot
+from horovod_fftcomp.tools.bench import RecipeSession, Session
 from horovod_fftcomp.tools.gradient_files import History
-from horovod_fftcomp.types import Array, Shape
 
 _RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
 _BUSY = 0.7  # processes; more than what a previous run of this command adds to the load
 _SIZES = "1M,25M"  # a layer, and all of a ResNet-50
-
-
-class Peers(Protocol):
-    """Compressors to measure beside the recipes, as ``benchmarks/peers.py`` does."""
-
-    def sessions(
-        self, choices: Sequence[RecipeChoice], shape: Shape, other_grad: Array
-    ) -> list[Session]:
-        """Return the peers of the recipes for tensors of ``shape``."""
-
-    def lines(self, result: Result, choices: Sequence[RecipeChoice]) -> Iterable[str]:
-        """Return lines of text to print below a table."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -66,13 +49,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that ``run`` reads."""
     add = parser.add_argument
+    told = f"compressions to measure (default: {_RECIPES})"
     add(
         "--compression",
         type=recipe_choices,
         action="extend",
         dest="recipes",
         metavar=COMPRESSIONS,
-        help=f"compressions to measure (default: {_RECIPES})",
+        help=told,
     )
     add("--all", action="store_true", help="measure every recipe")
     _add_data(parser)
@@ -80,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=count, default=5, help="timings per median (default: %(default)s)")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw times and errors")
-    parser.set_defaults(run=run, fail=parser.error)
+    parser.set_defaults(run=run, fail=parser.error, peers=None)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -97,11 +81,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--per-tensor", action="store_true", help="also print a table for each tensor of PATH")
 
 
-def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
-    """Measure, print the tables and write the files; with ``peers`` for those too."""
+def run(parsed: argparse.Namespace) -> None:
+    """Measure, print the tables and write the files.
+
+    ``parsed.peers``: compressors to measure beside the recipes, as of ``benchmarks/peers.py``.
+    """
     if parsed.all and parsed.recipes:
         parsed.fail("--all measures every recipe: leave --compression out, or --all")
-    choices = parsed.recipes or recipe_choices(",".join(RECIPES) if parsed.all else _RECIPES)
+    parsed.recipes = parsed.recipes or recipe_choices(",".join(RECIPES) if parsed.all else _RECIPES)
     histories, n_histories, data = _histories(parsed)
     if parsed.threads:
         threads.set_num_threads(parsed.threads)
@@ -109,7 +96,7 @@ def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
     results: list[Result] = []
     interrupted = False
     try:
-        for result in _measured(parsed, choices, histories, n_histories, peers):
+        for result in _measured(parsed, histories, n_histories):
             results.append(result)
     except MemoryError as error:
         parsed.fail(f"{str(error) or 'the memory is full'}; take smaller tensors or fewer recipes")
@@ -118,15 +105,24 @@ def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
             raise
         interrupted = True
         data = f"Interrupted: {len(results)} of {n_histories} tensors. {data}"
-    shown = [_total(results, data)] if parsed.gradients else results
-    tables = (results if parsed.per_tensor else []) + shown
-    _print(tables, choices, data, facts, parsed, peers)
+    shown = [bench_report.total(results, data)] if parsed.gradients else results
+    _print(parsed, (results if parsed.per_tensor else []) + shown, data, facts)
     if parsed.json:
-        _write_json(parsed, choices, results, shown, data, facts)
+        content = {
+            "command": shlex.join([*parsed.program, *parsed.arguments]),
+            "machine": facts,
+            "data": data,
+            "repeat": parsed.repeat,
+            "seed": parsed.seed,
+            "tensors": [bench_report.as_json(result, parsed.recipes) for result in results],
+        }
+        if parsed.gradients:
+            content["total"] = bench_report.as_json(shown[0], parsed.recipes)
+        write_json(parsed.json, content)
     if parsed.plot:
         largest = max(shown, key=lambda result: result.ours[0].numel)
         title = f"{largest.title}, threads: {facts['threads']}, {facts['cpu']}"
-        plot.write(parsed.plot, largest.ours + largest.peers, title)
+        plots.write_bench(parsed.plot, largest.ours + largest.peers, title)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -168,11 +164,7 @@ def _compressed(histories: list[History], min_numel: int) -> list[History]:
 
 
 def _measured(
-    parsed: argparse.Namespace,
-    choices: Sequence[RecipeChoice],
-    histories: Iterable[History],
-    n_histories: int,
-    peers: Peers | None,
+    parsed: argparse.Namespace, histories: Iterable[History], n_histories: int
 ) -> Iterator[Result]:
     with progress_bar() as progress:
         task = progress.add_task("")
@@ -181,78 +173,43 @@ def _measured(
             other = first[::-1].copy()
             shape = history.steps[0].shape if parsed.gradients else near_square(first.size)
             tensor = Tensor(history.name, shape)
-            ours: list[Session] = [
+            sessions: list[Session] = [
                 RecipeSession(choice.label, choice.name, choice.options, tensor, other)
-                for choice in choices
+                for choice in parsed.recipes
             ]
-            theirs = peers.sessions(choices, shape, other) if peers else []
+            if parsed.peers:
+                sessions += parsed.peers.sessions(parsed.recipes, shape, other)
             progress.reset(
                 task,
-                total=bench.n_ticks(history, len(ours + theirs), parsed.repeat),
+                total=bench.n_ticks(history, len(sessions), parsed.repeat),
                 description=f"{history.name} ({number} of {n_histories})",
             )
-            found = bench.measure(
-                history, ours + theirs, parsed.repeat, functools.partial(progress.advance, task)
-            )
-            yield Result(history.name, found[: len(ours)], found[len(ours) :])
-
-
-def _total(results: Sequence[Result], title: str) -> Result:
-    return Result(
-        title,
-        [bench.added(rows) for rows in zip(*(result.ours for result in results), strict=True)],
-        [bench.added(rows) for rows in zip(*(result.peers for result in results), strict=True)],
-    )
+            tick = functools.partial(progress.advance, task)
+            found = bench.measure(history, sessions, parsed.repeat, tick)
+            n_ours = len(parsed.recipes)
+            yield Result(history.name, found[:n_ours], found[n_ours:])
 
 
 def _print(
-    results: Sequence[Result],
-    choices: Sequence[RecipeChoice],
-    data: str,
-    facts: Mapping[str, Any],
-    parsed: argparse.Namespace,
-    peers: Peers | None,
+    parsed: argparse.Namespace, tables: Iterable[Result], data: str, facts: Mapping[str, Any]
 ) -> None:
     console = make_console()
-    for result in results:
+    for result in tables:
         console.print(bench_report.table(result))
-        for line in peers.lines(result, choices) if peers else ():
-            console.print(Text(line))
+        for line in parsed.peers.lines(result, parsed.recipes) if parsed.peers else ():
+            console.print(line)
         console.print()
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    notes = [
+    console.print(
         f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
         f"Medians of at least {parsed.repeat} timings. x: multiples of a memcpy of the "
         "gradient to allocated memory. EF: error feedback."
-    ]
+    )
     if not parsed.gradients:
-        notes.append(
+        console.print(
             "Synthetic elements are independent, so transforms gain nothing on them: "
             "compare errors on your own --gradients."
         )
     if facts["load"] > _BUSY:
         load = f"The load before this run was {facts['load']:.1f} processes: times may be too high."
-        notes.append(load)
-    for note in notes:
-        console.print(Text(note))
-
-
-def _write_json(
-    parsed: argparse.Namespace,
-    choices: Sequence[RecipeChoice],
-    results: Sequence[Result],
-    shown: Sequence[Result],
-    data: str,
-    facts: Mapping[str, Any],
-) -> None:
-    content = {
-        "command": shlex.join([*parsed.program, *parsed.arguments]),
-        "machine": facts,
-        "data": data,
-        "repeat": parsed.repeat,
-        "seed": parsed.seed,
-        "tensors": [bench_report.as_json(result, choices) for result in results],
-    }
-    if parsed.gradients:
-        content["total"] = bench_report.as_json(shown[0], choices)
-    parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console.print(load)

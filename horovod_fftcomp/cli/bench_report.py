@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table
-from horovod_fftcomp.tools.bench import Measurement
+from horovod_fftcomp.tools.bench import Measurement, added
 
 
 class Result(NamedTuple):
@@ -17,6 +17,12 @@ class Result(NamedTuple):
     title: str
     ours: list[Measurement]
     peers: list[Measurement]
+
+
+def total(results: Sequence[Result], title: str) -> Result:
+    """Return the sum over several tensors."""
+    rows = ([*zip(*(result[n] for result in results), strict=True)] for n in (1, 2))
+    return Result(title, *([*map(added, own)] for own in rows))
 
 
 def table(result: Result) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib.util
+import itertools
 import os
 import sys
 import threading
@@ -15,11 +16,12 @@ from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
-from horovod_fftcomp.tools import check, environment
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import cost_model
-from horovod_fftcomp.tools.check import Finding, Level
+from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, packages, told
 from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank, tell_torchrun
 
+CHECKS = (packages, kernels, frameworks)  # modules, in the order of the report
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = (
     "horovodrun -np 2 horovod-fftcomp check, or "
@@ -46,7 +48,7 @@ def run(parsed: argparse.Namespace) -> None:
     report = Report(launched_rank())
     watchdog = Watchdog(parsed.timeout, report)
     watchdog.expect("the first check", _BUSY)
-    for finding in check.findings():
+    for finding in itertools.chain.from_iterable(each.findings() for each in CHECKS):
         report.add(finding)
         watchdog.expect(f"the check after {finding.topic!r}", _BUSY)
     finish = _check_job(report, watchdog, parsed.timeout)
@@ -80,14 +82,14 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
         watchdog.expect(launched.CONNECTS, job_check.CONNECT_REMEDY)
         job = launched.connect(timeout_s)
         findings = job_check.findings(
-            job, _compared(), watchdog.expect, lambda: report.failed, cost_model.speed
+            job, _compared(), watchdog.expect, lambda: bool(report.failed), cost_model.speed
         )
         for topic, level, found, remedy in findings:
             report.add(Finding(topic, Level(level), found, remedy))
         return job.finish
     except Exception as error:
         # The other ranks may wait in a collective that this one will not reach: stop here.
-        report.add(Finding("job", Level.FAIL, check.told(error), "look at all ranks' output"))
+        report.add(Finding("job", Level.FAIL, told(error), "look at all ranks' output"))
         return None
 
 
@@ -120,9 +122,9 @@ class Report:
         self._findings.append(finding)
 
     @property
-    def failed(self) -> bool:
-        """Whether a check has failed."""
-        return any(finding.level is Level.FAIL for finding in self._findings)
+    def failed(self) -> list[Finding]:
+        """Checks that have failed."""
+        return [finding for finding in self._findings if finding.level is Level.FAIL]
 
     @property
     def has_working_horovod(self) -> bool:
@@ -131,8 +133,7 @@ class Report:
 
     def print(self) -> None:
         """Print the report; torchrun's own then names what has failed."""
-        failed = [finding for finding in self._findings if finding.level is Level.FAIL]
-        if failed:
+        if failed := self.failed:
             topics = ", ".join(finding.topic for finding in failed)
             tell_torchrun("horovod-fftcomp check", 1, f"failed: {topics}; see the table above")
         if self.rank:

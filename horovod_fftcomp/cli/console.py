@@ -1,12 +1,15 @@
-"""Console and tables of the commands and examples."""
+"""Console, tables and files of the commands and examples."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,7 +35,8 @@ def make_console(quiet: bool = False) -> Console:
     if "COLUMNS" in os.environ or (not launched and any(map(os.isatty, (0, 1, 2)))):
         width = None
     is_terminal = not launched and sys.stdout.isatty()
-    return Console(width=width, force_terminal=is_terminal, quiet=quiet, highlight=False)
+    as_it_is: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)
+    return Console(width=width, force_terminal=is_terminal, quiet=quiet, **as_it_is)
 
 
 def progress_bar(*columns: str | ProgressColumn) -> Progress:
@@ -77,13 +81,12 @@ class Table:
         self.heads = [first, *columns]
         self.title = title
         self.rows: list[list[Text]] = []
-        self._last_of_sections: set[int] = set()
+        self._ends: list[bool] = []
 
     def add_row(self, *cells: str | Text, end_section: bool = False) -> None:
         """Add a row of as many cells as there are columns; ``end_section``: a line follows it."""
         self.rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
-        if end_section:
-            self._last_of_sections.add(len(self.rows) - 1)
+        self._ends.append(end_section)
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -121,8 +124,7 @@ class Table:
                 min_width=min(_PROSE + max(0, room), self._longest(column)) if is_prose else None,
                 overflow="fold",
             )
-        for number, row in enumerate(self.rows):
-            ends = number in self._last_of_sections
+        for row, ends in zip(self.rows, self._ends, strict=True):
             table.add_row(*(row[column] for column in columns), end_section=ends)
         return table
 
@@ -136,6 +138,11 @@ def in_lines(text: str, width: int) -> str:
 def to_paste(command: str, width: int) -> str:
     """Return a command for a shell, or a call in Python, in lines of at most ``width``."""
     return "    " + in_lines(command, width - 6).replace("\n", " \\\n      ")
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write JSON values to a file."""
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def in_ms(seconds: float | None) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 
-from rich.text import Text
-
 from horovod_fftcomp.adapter.factories import documentation, keywords_of
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
@@ -45,13 +43,11 @@ def run(parsed: argparse.Namespace) -> None:
     *others, last = (name for name, recipe in RECIPES.items() if not recipe.has_fixed_size)
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     console.print(
-        Text(
-            f"Options with their defaults; `horovod-fftcomp recipes NAME` describes them. Ratio: "
-            f"float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of {shape}, the "
-            "matrix of that size that is nearest to a square. MB at 8, at 64: megabytes of it that "
-            f"a rank receives in a step on so many ranks. Estimates for {', '.join(others)} and "
-            f"{last}, whose sizes depend on the values."
-        )
+        f"Options with their defaults; `horovod-fftcomp recipes NAME` describes them. Ratio: "
+        f"float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of {shape}, the "
+        "matrix of that size that is nearest to a square. MB at 8, at 64: megabytes of it that "
+        f"a rank receives in a step on so many ranks. Estimates for {', '.join(others)} and "
+        f"{last}, whose sizes depend on the values."
     )
 
 

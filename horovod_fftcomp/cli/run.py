@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import runpy
@@ -26,7 +25,7 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choice,
     recipe_choices,
 )
-from horovod_fftcomp.cli.console import in_ms
+from horovod_fftcomp.cli.console import in_ms, write_json
 from horovod_fftcomp.cli.run_report import DIFFER, TIMES, print_comparison
 from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.kernels import threads
@@ -57,6 +56,9 @@ _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM"
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
 _VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
 _NO_METRIC = "no line of its output matches --metric"
+# Of compressors, for all compressions; the same as arguments of the command.
+_SETTINGS = ("warmup_steps", "ranks_per_node", "record", "record_every", "live_view")
+_OF_JOBS = ("steps", *_SETTINGS[:4])
 _OF_COMPARE = ("np", "launcher", "json", "metric", "repeat", "without_none")
 _ROUNDS = 3  # the fewest whose differences one can tell from noise
 _LAST_LINES = 10  # shown of a job without the metric
@@ -82,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--warmup-steps", type=count_from_0, metavar="N", help="begin with N dense steps")
     add("--ranks-per-node", type=nodes, metavar="N", help="compress between nodes of N, or auto")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
-    add("--record-every", type=count, default=50, metavar="N", help="each N-th step (default: 50)")
+    add("--record-every", type=count, metavar="N", help="each N-th step (default: 50)")
     add("--live-view", type=Path, metavar="FILE", help="append JSON lines to FILE, every 50th step")
     _add_jobs(parser)
     add("script", help="the training script")
@@ -129,9 +131,10 @@ def run(parsed: argparse.Namespace) -> None:
             parsed.fail(f"{_VARIABLE}: {error}")
     if not parsed.compare:
         if any(getattr(parsed, option) for option in _OF_COMPARE):
+            start = _STARTS[launcher.is_torchrun()]
             parsed.fail(
                 "-np, --launcher, --json, --metric, --repeat and --without-none belong to "
-                f"--compare; to run one compression: {_start()} --compression ... {parsed.script}"
+                f"--compare; to run one compression: {start} --compression ... {parsed.script}"
             )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
@@ -157,13 +160,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _run_script(parsed: argparse.Namespace) -> None:
     """Run the script as Python would, and report at its end, also after an error."""
     choice: RecipeChoice = parsed.compression
-    given = {
-        "warmup_steps": parsed.warmup_steps,
-        "ranks_per_node": parsed.ranks_per_node,
-        "record": parsed.record,
-        "record_every": parsed.record_every if parsed.record else None,
-        "live_view": parsed.live_view,
-    }
+    given = {name: getattr(parsed, name) for name in _SETTINGS}
     options = {name: value for name, value in given.items() if value is not None}
     options |= choice.options
     if options.get("ranks_per_node", 1) != 1:
@@ -172,61 +169,54 @@ def _run_script(parsed: argparse.Namespace) -> None:
     settings = children.RunSettings(choice.label, choice.text, choice.name, options, *reports)
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
-    report = ScriptReport(settings)
+    report = ScriptReport(settings, is_script=True)
     install(choice.name, options, report.steps.watch)
     children.follow(settings)
-    with launcher.last_words(lambda: report.write("SIGTERM")):
-        try:
-            runpy.run_path(parsed.script, run_name="__main__")
-        except BaseException as error:
-            report.fail(error)
-            raise
-        finally:
-            report.close(is_script=True)
-            settings.reported.unlink(missing_ok=True)
+    with launcher.last_words(lambda: report.write("SIGTERM")), report:
+        runpy.run_path(parsed.script, run_name="__main__")
 
 
 class ScriptReport:
-    """Report on the steps of this process: see ``StepReport``."""
+    """Report on the steps of this process when the context ends: see ``StepReport``.
 
-    def __init__(self, settings: children.RunSettings) -> None:
-        self._settings = settings
+    ``is_script``: also if there were none, unless processes that the script has started have
+    reported theirs.
+    """
+
+    def __init__(self, settings: children.RunSettings, is_script: bool = False) -> None:
+        self._settings, self._is_script = settings, is_script
         self._final: dict[str, Any] = {}  # found after the last step, if --steps gives one
-        self._failure = ""
         self.steps = StepReport(settings.n_steps, self._end)
 
     def _end(self) -> None:
-        self._final.update(_found(self.steps))
+        self._final = self._found()
         self.steps.timed.end_training(StepsDone)
 
-    def fail(self, error: BaseException) -> None:
-        """Note the error that has ended the script."""
-        self._failure = _described(error)
+    def __enter__(self) -> ScriptReport:
+        return self
 
-    def close(self, is_script: bool = False) -> bool:
-        """Report; return whether there were steps. ``is_script``: also if there were none.
-
-        Not, however, if processes that the script has started have reported theirs.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.steps.disarm()
-        found = self._found()
-        if found["steps"]:
+        found, reported = self._found(_described(error)), self._settings.reported
+        is_wrong = not {"failure", "error"}.isdisjoint(found)
+        if found["steps"] or (self._is_script and (is_wrong or not reported.exists())):
             self._print(found)
-        elif is_script and ({"failure", "error"} & found.keys() or not self._others()):
-            self._print(found)
-        return bool(found["steps"])
+        if self._is_script:
+            reported.unlink(missing_ok=True)
+        elif found["steps"]:
+            reported.touch()
 
     def write(self, failure: str) -> None:
         """Report what there is while the script ends by ``failure``."""
-        self._failure = failure
-        self._print(self._found())
+        self._print(self._found(failure))
 
-    def _others(self) -> bool:
-        return self._settings.reported.exists()
-
-    def _found(self) -> dict[str, Any]:
-        found = dict(self._final) if self._final else _found(self.steps)
-        return found | ({"failure": self._failure} if self._failure else {})
+    def _found(self, failure: str = "") -> dict[str, Any]:
+        """Return the figures of the steps so far, or the error that kept them from being read."""
+        try:
+            found = {**(self._final or self.steps.values())}
+        except Exception as error:  # as after an error within a step
+            found = {"steps": 0, "error": str(error) or repr(error)}
+        return found | ({"failure": failure} if failure else {})
 
     def _print(self, found: dict[str, Any]) -> None:
         """Print time and bytes of the steps: JSON on every rank, or text on the first one."""
@@ -243,10 +233,10 @@ class ScriptReport:
             print(_told(settings.label, found), file=sys.stderr, flush=True)
 
 
-def _described(error: BaseException) -> str:
+def _described(error: BaseException | None) -> str:
     """Return the error that ended the script in one line; an empty string if there was none."""
-    if isinstance(error, SystemExit):
-        return f"sys.exit({error.code!r})" if error.code else ""
+    if error is None or isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r})" if error and error.code else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:_MOST_SHOWN].removesuffix(": ")
 
@@ -255,27 +245,14 @@ class StepsDone(SystemExit):
     """Ends a script with status 0 after the steps that ``--steps`` gives; its clean-up runs."""
 
 
-def _found(steps: StepReport) -> dict[str, Any]:
-    """Return the figures of the steps so far, or the error that kept them from being read."""
-    try:
-        return steps.values()
-    except Exception as error:  # as after an error within a step
-        return {"steps": 0, "error": str(error) or repr(error)}
-
-
-def _start() -> str:
-    """Return the command that starts a script on two ranks, by the launcher in use."""
-    return _STARTS[launcher.is_torchrun()]
-
-
 def _told(label: str, found: dict[str, Any]) -> str:
+    begin = f"horovod-fftcomp run: {label}: "
     if "error" in found:
-        return f"horovod-fftcomp run: {label}: no report: {found['error']}"
+        return f"{begin}no report: {found['error']}"
     if not found["steps"] and "failure" in found:
-        nothing = _NOTHING.partition(":")[0]
-        return f"horovod-fftcomp run: {label}: {nothing}: the script ended in {found['failure']}"
+        return f"{begin}{_NOTHING.partition(':')[0]}: the script ended in {found['failure']}"
     if not found["steps"]:
-        return f"horovod-fftcomp run: {label}: {_NOTHING} (start it as {_start()} ...)"
+        return f"{begin}{_NOTHING} (start it as {_STARTS[launcher.is_torchrun()]} ...)"
     if "earlier" in found:
         return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in TIMES}
@@ -287,7 +264,7 @@ def _told(label: str, found: dict[str, Any]) -> str:
     if found["world_size"] == 1:
         size, less, ranks = "nothing was sent", "to no other rank", "one rank"
     return (
-        f"horovod-fftcomp run: {label}: {found['steps']} steps on {ranks}, "
+        f"{begin}{found['steps']} steps on {ranks}, "
         f"{in_ms(found['step_s'])} ms a step (median); {size}, {less}; "
         f"{', '.join(f'{what} {ms}' for what, ms in took.items())} ms"
     )
@@ -298,7 +275,7 @@ def compare(parsed: argparse.Namespace) -> None:
 
     A machine is not as fast in one minute as in the next, which a round's jobs have in common.
     """
-    rounds = range(parsed.repeat or 1)
+    rounds = range(parsed.repeat)
     jobs = [(place, choice, n) for n in rounds for place, choice in enumerate(parsed.compare)]
     rows: list[dict[str, Any]] = []
     interrupted, began = False, time.monotonic()
@@ -314,7 +291,7 @@ def compare(parsed: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         interrupted = True
     if parsed.json:
-        parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(parsed.json, rows)
     if rows:
         print_comparison(rows)
     if interrupted:
@@ -365,18 +342,11 @@ def launch(
 
     ``{repeat}`` in the script's arguments is replaced by ``number``.
     """
-    own: Sequence[str] = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
-    given = {
-        "--steps": parsed.steps,
-        "--warmup-steps": parsed.warmup_steps,
-        "--ranks-per-node": parsed.ranks_per_node,
-        "--record": parsed.record,
-        "--record-every": parsed.record_every,
-    }
-    options = [
-        part for key, value in given.items() if value is not None for part in (key, str(value))
-    ]
-    command = [*own, *options, "--compression", choice.text, parsed.script]
+    command = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
+    for name in _OF_JOBS:
+        if (value := getattr(parsed, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    command += ["--compression", choice.text, parsed.script]
     arguments = [part.replace("{repeat}", str(number)) for part in parsed.script_arguments]
     try:
         return launcher.launch(

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from rich.text import Text
-
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.run.differences import Estimate, difference, mean
@@ -39,7 +37,7 @@ def print_comparison(rows: _Rows) -> None:
     console = make_console()
     console.print(table)
     for line in itertools.chain(_failed(rows), _meaning(groups, none), _load(rows)):
-        console.print(Text(line))
+        console.print(line)
 
 
 def _cells(jobs: _Rows, base: _Rows, is_none: bool) -> dict[str, str]:

@@ -18,6 +18,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, float_of, is_whole, pattern_of, steps_coding
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.types import Array, Coding, Coefficients, Shape
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -103,10 +104,7 @@ class Strom(Adaptive):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", Threshold(self.threshold).value)
-        if not is_whole(self.quanta) or not 1 <= self.quanta <= _MOST_QUANTA:
-            raise ValueError(
-                f"quanta must be a whole number from 1 to {_MOST_QUANTA}, got {self.quanta!r}"
-            )
+        check_whole("quanta", self.quanta, 1, _MOST_QUANTA)
 
     def coding(self, scale: float) -> Coding:
         """Return the encoding; ``scale``: the largest magnitude sent."""

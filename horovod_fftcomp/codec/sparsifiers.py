@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.errors import is_number
+from horovod_fftcomp.errors import check_share, is_number
 from horovod_fftcomp.wire import counter_rng
 
 LEAST_THRESHOLD = 2.0**-126  # the smallest normal float32; below it precision is lost
@@ -23,11 +23,7 @@ class _ByDensity:
     density: float
 
     def __post_init__(self) -> None:
-        if not is_number(self.density) or not 0.0 < self.density <= 1.0:
-            raise ValueError(
-                f"density must lie in (0, 1], got {self.density!r}; "
-                "0.01 keeps 1 % of the coefficients"
-            )
+        check_share("density", self.density, "; 0.01 keeps 1 % of the coefficients")
         # 1, 1.0 and np.float64(1) are one density: their fingerprints, by repr, have to be equal.
         object.__setattr__(self, "density", float(self.density))
 

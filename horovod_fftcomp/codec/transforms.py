@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array, Body, Coefficients
 
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -70,11 +71,7 @@ class _Blocks:
     is_dct: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block not in BLOCK_LENGTHS:
-            raise ValueError(
-                f"{type(self).__name__}.block must be one of "
-                f"{', '.join(map(str, BLOCK_LENGTHS))}; got {self.block!r}"
-            )
+        check_choice(f"{type(self).__name__}.block", self.block, BLOCK_LENGTHS)
 
     @property
     def bins_per_block(self) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from horovod_fftcomp.engine.policy import Policy, Rule, Scheduled, action_for, policy_of
+from horovod_fftcomp.engine.policy import Rule, Scheduled, action_for, policy_of
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.types import OldState, Tensor
 
@@ -29,14 +28,14 @@ class Bucket(NamedTuple):
     """
 
     tensors: tuple[Tensor, ...]
-    policy: Policy
+    policy: Scheduled
     ruled: bool = False
-    given: Policy | None = None
+    given: Scheduled | None = None
 
 
 def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
     """Return whether ``tensor`` is compressed by default: no vector (bias, norm), not small."""
-    return len(tensor.shape) > 1 and math.prod(tensor.shape) >= min_numel
+    return len(tensor.shape) > 1 and tensor.numel >= min_numel
 
 
 def first_convolution(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -78,7 +77,7 @@ def make_buckets(
             # A tensor so small that only the host can exchange it takes no others there.
             is_tiny = signs and chosen is policy and not scheme.runs_on_device((tensor,))
             by_policy.setdefault((chosen, action is not None, is_tiny), []).append(tensor)
-    total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)
+    total_nbytes = sum(4 * tensor.numel for members in by_policy.values() for tensor in members)
     limit_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
     limit_nbytes = min(capacity_nbytes, limit_nbytes)
     return [
@@ -88,15 +87,11 @@ def make_buckets(
     ]
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return 4 * math.prod(tensor.shape)
-
-
 def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tensor, ...]]:
     groups: list[list[Tensor]] = []
     free_nbytes = 0
     for tensor in tensors:
-        nbytes = _nbytes(tensor)
+        nbytes = 4 * tensor.numel
         if not groups or nbytes > free_nbytes:
             groups.append([])
             free_nbytes = capacity_nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +83,7 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
 
 def _compare(device: Device, scheme: Scheme, tensor: Tensor, tolerance: float) -> None:
     """Raise UnsupportedError unless the device computes the CPU's sums of ``tensor``."""
-    steps = np.arange(math.prod(tensor.shape), dtype=np.float64)
+    steps = np.arange(tensor.numel, dtype=np.float64)
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
     guarded = GuardedDevice(device, band_nbytes=(4 * grad.size // 256 + 256) * 256)
     grads = [grad, -grad[::-1]]

@@ -37,6 +37,7 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.parts import parts_in, rejoined
 from horovod_fftcomp.schemes.shards import folded
+from horovod_fftcomp.schemes.state import multiply, on_the_host
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
 
@@ -164,20 +165,17 @@ class Engine:
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         self._mark()
-        tensors, device = self.buckets[bucket].tensors, self.device
-        scheme, grads = self.buckets[bucket].policy.at(self.step), data
-        if device is not None and not scheme.runs_on_device(tensors):
-            grads = [None if grad is None else on_host(grad, device) for grad in grads]
-            self._state[bucket] = self._state_on_host(bucket)
-            device = None
-        context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
+        tensors, scheme, grads = self.buckets[bucket].tensors, self.scheme(bucket), data
+        context = Context(self.step, self.rank, self.world_size, self.loss_scale, self.device)
+        if self.device is not None and not scheme.runs_on_device(tensors):
+            context, grads, self._state[bucket] = on_the_host(context, grads, self._state[bucket])
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket], traits = exchange, scheme.traits
         self.n_exchanges[bucket] += 1
         self.n_compressed[bucket] += traits.compresses
         self.momenta[bucket] = traits.momentum * traits.sends_moments
         self.n_rounds[bucket] = len(scheme.rounds)
-        (self._there.discard if device is None else self._there.add)(bucket)
+        (self._there.discard if context.device is None else self._there.add)(bucket)
         return Work(exchange, None)
 
     def computes_on_device(self, bucket: int) -> bool:
@@ -371,14 +369,10 @@ class Engine:
         change is exact.
         """
         if scale != self.loss_scale:
-            factor = np.float32(scale / self.loss_scale)
+            factor = scale / self.loss_scale
             for state in self._state:
                 for kind in GRADIENT_UNITS:
-                    for array in state.get(kind, {}).values():
-                        if isinstance(array, np.ndarray) or self.device is None:
-                            array *= factor
-                        else:
-                            self.device.scale(array, factor)
+                    multiply(state.get(kind, {}).values(), factor, self.device)
             self.loss_scale = scale
 
     def tensor(self, name: str) -> tuple[int, Tensor]:

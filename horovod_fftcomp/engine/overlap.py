@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -112,7 +111,7 @@ class Pipeline:
         None stands for that of a frozen parameter. Zeros are sent for missing ones.
         """
         grads = [
-            arrived[index] if index in arrived else np.zeros(math.prod(tensor.shape), np.float32)
+            arrived[index] if index in arrived else np.zeros(tensor.numel, np.float32)
             for index, tensor in enumerate(self._engine.buckets[bucket].tensors)
         ]
         self._number[bucket] = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from horovod_fftcomp.engine.recipe_text import SETTINGS, parse_recipe
-from horovod_fftcomp.errors import UnsupportedError, is_number
+from horovod_fftcomp.errors import UnsupportedError, check_whole, is_number
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import GRADIENT_UNITS, Scheme
@@ -34,46 +34,13 @@ WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Always:
-    """The same scheme at every step; methods as those of ``Scheduled``."""
-
-    scheme: Scheme
-    warmup_steps = 0
-    scope = "tensor"
-
-    def at(self, step: int) -> Scheme:
-        """Return the scheme of exchange ``step``, counted from 0."""
-        return self.scheme.at(step)
-
-    @property
-    def after_warmup(self) -> Scheme:
-        """The scheme of the first step, since there is no warm-up."""
-        return self.at(0)
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have, at any step."""
-        return self.scheme.possible_rounds()
-
-    def density(self, step: int) -> float | None:
-        """Return None: the density is known to the scheme only."""
-        return None
-
-    def facts(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks, by name."""
-        return {"options": self.scheme.spec()}
-
-    def decided(self, tensors: Tensors, world_size: int) -> Always:
-        """Return this policy."""
-        return self
-
-
-@dataclass(frozen=True)
 class Scheduled:
     """Policy of a recipe, with an optional density schedule after ``warmup_steps`` dense steps.
 
     With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``. "auto"
     is 1 until ``on_nodes`` has replaced it. Each ``dense_every``-th step after the warm-up is
-    exchanged by ``dense``, a recipe without state; 0: none is.
+    exchanged by ``dense``, a recipe without state; 0: none is. ``made``: a scheme in place of the
+    recipe's; see ``always``.
     """
 
     recipe: str
@@ -84,6 +51,7 @@ class Scheduled:
     dense_every: int = 0
     dense: Scheduled | None = None
     is_warmup_given: bool = False
+    made: Scheme | None = None
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
@@ -135,6 +103,8 @@ class Scheduled:
 
     def _scheme(self, **changed: Any) -> Scheme:
         """Return the recipe's scheme; with steps between that send gradients, of first moments."""
+        if self.made is not None:
+            return self.made
         options = {**dict(self.options), **changed}
         return _scheme(self.recipe, tuple(options.items()), self.dense is not None)
 
@@ -154,20 +124,20 @@ class Scheduled:
             return 1.0
         if self.schedule is not None:
             return self.schedule.at(max(0, step - self.warmup_steps))
-        return self._given_density
+        return self._all_options.get("density")
 
     @functools.cached_property
-    def _given_density(self) -> Any:
-        return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
+    def _all_options(self) -> dict[str, Any]:
+        return {**RECIPES[self.recipe].options, **dict(self.options)}
 
     @property
     def scope(self) -> str:
         """The elements that share one k: "tensor", "bucket" or "model"."""
-        return dict(self.options).get("scope", "tensor")
+        return self._all_options.get("scope", "tensor")
 
     def in_force(self) -> dict[str, object]:
         """Return all options in effect, defaults included, as keywords of ``make_policy``."""
-        options = {**RECIPES[self.recipe].options, **dict(self.options)}
+        options = dict(self._all_options)
         if isinstance(self.schedule, Constant):
             options["density"] = self.schedule.at(0)
         elif self.schedule is not None:
@@ -222,11 +192,11 @@ class Scheduled:
         options = {**dict(self.options), "exchange": exchange}
         return replace(self, options=tuple(sorted(options.items())))
 
-    def as_decided(self, policy: Policy) -> Scheduled:
+    def as_decided(self, policy: Scheduled) -> Scheduled:
         """Return this policy with the exchange of ``policy``, of the same recipe."""
-        exchange = dict(getattr(policy, "options", ())).get("exchange")
+        exchange = dict(policy.options).get("exchange")
         decided = self if exchange is None else self.with_exchange(exchange)
-        return replace(decided, dense=getattr(policy, "dense", None))
+        return replace(decided, dense=policy.dense)
 
     def with_density(self, density: float) -> Scheduled:
         """Return the same policy with a constant density."""
@@ -236,8 +206,9 @@ class Scheduled:
         return changed
 
 
-# The scheme to run at each step; it depends on the step only, so all ranks agree.
-Policy = Always | Scheduled
+def always(scheme: Scheme) -> Scheduled:
+    """Return the policy of a scheme that is no recipe's, the same at every step."""
+    return Scheduled("none", made=scheme)
 
 
 @functools.lru_cache(1024)
@@ -301,7 +272,8 @@ def make_policy(
         ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
+    scheme = get_scheme(recipe, **options)
+    steps = _checked_warmup(recipe, scheme, warmup_steps)
     schedule = None
     if density_schedule is not None:
         _require_density(recipe, "density_schedule")
@@ -310,9 +282,9 @@ def make_policy(
         schedule = as_schedule(density_schedule)
     if ranks_per_node != 1:
         size = 2 if ranks_per_node == "auto" else ranks_per_node
-        Hierarchical(get_scheme(recipe, **options), size)  # refuses what it cannot do
+        Hierarchical(scheme, size)  # refuses what it cannot do
     dense_every = checked("dense_every", dense_every, int, 10)
-    _check_dense_every(recipe, options, dense_every)
+    _check_dense_every(recipe, scheme, bool(options.get("nesterov")), dense_every)
     dense = _dense_policy(checked("dense_by", dense_by, str, "bf16"))
     return Scheduled(
         recipe, tuple(sorted(options.items())), schedule, steps, ranks_per_node,
@@ -325,8 +297,7 @@ def _checked_warmup(recipe: str, scheme: Scheme, warmup_steps: int | None) -> in
     if warmup_steps is None:
         return usual_warmup(scheme)
     warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    check_whole("warmup_steps", warmup_steps, 0)
     if scheme.traits.sends_signs and warmup_steps:
         raise ValueError(
             f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
@@ -335,17 +306,16 @@ def _checked_warmup(recipe: str, scheme: Scheme, warmup_steps: int | None) -> in
     return warmup_steps
 
 
-def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int) -> None:
+def _check_dense_every(recipe: str, scheme: Scheme, nesterov: bool, dense_every: int) -> None:
     """Raise ValueError unless each so many-th step of a recipe can be exchanged dense."""
     if dense_every < 0 or dense_every == 1:
         raise ValueError(
             "dense_every must be 0, for no dense steps, or a whole number from 2 up, got "
             f"{dense_every!r}"
         )
-    scheme = get_scheme(recipe, **options)
     traits = scheme.traits
     own = scheme.scheme.traits.momentum if isinstance(scheme, WithMomentum) else traits.momentum
-    if dense_every and (traits.sends_signs or own or options.get("nesterov")):
+    if dense_every and (traits.sends_signs or own or nesterov):
         raise ValueError(
             f"recipe {recipe!r} sends signs, or has a momentum of its own or Nesterov's, so no "
             'steps between are dense. Give dense_every=0; in a rule that names it, "dense_every": 0'

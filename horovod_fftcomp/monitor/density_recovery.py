@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from horovod_fftcomp.errors import is_integer, is_number
+from horovod_fftcomp.errors import check_share, is_integer, is_number
 
 FORMAT = 1
 
@@ -57,11 +57,8 @@ class Recover:
                 f"Recover.tolerance must be a finite number, got {self.tolerance!r}; it is the "
                 "loss or accuracy by which a report may be worse; negative: what it has to gain"
             )
-        if not is_number(self.max_density) or not 0 < self.max_density <= 1:
-            raise ValueError(
-                f"Recover.max_density must lie in (0, 1], got {self.max_density!r}; "
-                "1.0 lets the density grow until everything is sent"
-            )
+        hint = "; 1.0 lets the density grow until everything is sent"
+        check_share("Recover.max_density", self.max_density, hint)
         if self.better not in ("lower", "higher"):
             raise ValueError(
                 f"Recover.better must be 'lower' or 'higher', got {self.better!r}; "
@@ -118,8 +115,7 @@ class Recovery:
         A density above ``max_density`` is returned unchanged: recovery never lowers it. Raises
         ValueError for a ``density`` outside (0, 1].
         """
-        if not is_number(density) or not 0 < density <= 1:
-            raise ValueError(f"density must lie in (0, 1], got {density!r}; 1.0 sends everything")
+        check_share("density", density, "; 1.0 sends everything")
         return float(max(density, min(self.options.max_density, density * self.options.factor)))
 
     def state_dict(self) -> dict[str, Any]:

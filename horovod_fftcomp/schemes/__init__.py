@@ -7,7 +7,6 @@ caller that has a network (Horovod, MPI, a simulation) can run it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -286,7 +285,7 @@ class Scheme(Protocol):
         """
         words = f"residual of {list(tensor.shape)} by element"
         is_kept = getattr(self, "error_feedback", True)
-        return {"residual": StateArray(math.prod(tensor.shape), words, is_kept=is_kept)}
+        return {"residual": StateArray(tensor.numel, words, is_kept=is_kept)}
 
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words.
@@ -353,5 +352,5 @@ class Scheme(Protocol):
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
         transform = self.state_arrays(tensor, state)["residual"].transform
-        elements = transform.inverse(carried, math.prod(tensor.shape), cpu_kernels())
+        elements = transform.inverse(carried, tensor.numel, cpu_kernels())
         return elements.reshape(tensor.shape).copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import BFloat16, Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.errors import check_share
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Traits
 from horovod_fftcomp.schemes.meter import measured_by
@@ -38,7 +38,7 @@ def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
     if of_signs and not isinstance(method, SignMethod):
         return False
     if not codec.has_fixed_size:
-        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        return all(tensor.numel < 1 << 32 for tensor in tensors)
     plans = [codec.plan(tensor.shape) for tensor in tensors]
     return all(
         plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)
@@ -119,8 +119,7 @@ class Allgather(LowPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 means no decay")
+        check_share("decay", self.decay, "; 1 means no decay")
         if self.decay < 1.0 and not self.error_feedback:
             raise ValueError("decay is of the residual, so it needs error_feedback=True")
         object.__setattr__(self, "decay", float(self.decay))

@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.quantizers import RangeFloat, decode_range, encode_ra
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import TRIAL_STEPS, Context, Exchange, Grads, Round, Tuner
 from horovod_fftcomp.schemes.allgather import gather, serves
@@ -86,8 +87,7 @@ class Auto(LowPass):
         super().__post_init__()
         if not 1 <= self.ratio <= 10_000:
             raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
+        check_whole("every", self.every, 1)
         object.__setattr__(self, "ratio", float(self.ratio))
 
     @property
@@ -133,7 +133,7 @@ class Auto(LowPass):
             for tensors, state in parts
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
-        budget = int(sum(4 * math.prod(tensor.shape) for tensor, _ in pairs) / self.ratio)
+        budget = int(sum(4 * tensor.numel for tensor, _ in pairs) / self.ratio)
         points = iter(_allocated([self._curve(*pair) for pair in pairs], budget))
         states = []
         for tensors, (_, state) in zip(known, parts, strict=True):
@@ -148,7 +148,7 @@ class Auto(LowPass):
         Where there are no errors to compare it is the present choice.
         """
         *tried, count, _ = state["errors"][tensor.name].astype(np.float64)
-        errors = np.reshape(tried, (len(_ORDER), len(SHARES))) * (math.prod(tensor.shape) / count)
+        errors = np.reshape(tried, (len(_ORDER), len(SHARES))) * (tensor.numel / count)
         present, points = _chosen(state, tensor), []
         if not errors.any():
             nbytes = wire.align(self.codec_of(tensor, state).payload_nbytes(tensor.shape))
@@ -192,7 +192,7 @@ class Auto(LowPass):
         new = {"choice": np.array([to.choice], np.uint8), "share": np.array([to.share], np.uint8)}
         residual = state.get("residual", {}).get(tensor.name)
         if residual is not None and codec.transform != after.transform:
-            kernels, numel = cpu_kernels(), math.prod(tensor.shape)
+            kernels, numel = cpu_kernels(), tensor.numel
             elements = codec.transform.inverse(residual, numel, kernels)
             new["residual"] = after.transform.forward(elements, None, 0, kernels).array
         changed = {kind: {**state.get(kind, {}), tensor.name: new[kind]} for kind in new}
@@ -208,7 +208,7 @@ class Auto(LowPass):
         """
         tried = np.zeros(_N_TRIALS + 1, np.float32)
         tried[-1] = 1
-        size = energy_of(grad) / math.prod(tensor.shape) if grad is not None and grad.size else 0.0
+        size = energy_of(grad) / tensor.numel if grad is not None and grad.size else 0.0
         if not 0 < size < math.inf:
             return tried
         assert grad is not None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
-from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.errors import PayloadError, check_share
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.arc_topk import LargestRows, sum_sketches
@@ -24,7 +22,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 )
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
-from horovod_fftcomp.schemes.state import bucket_plan, check_beta, new_state
+from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
@@ -59,7 +57,7 @@ class CommonIndex(Scheme):
                 "unbiased=True scales sent values by n/k, which makes residuals grow under error "
                 "feedback; give error_feedback=False with it"
             )
-        check_beta(self.beta)
+        check_share("beta", self.beta, "; 1 means no filter")
         if type(self.bits) is not int or self.bits not in (16, 32):
             raise ValueError(f"bits must be 16 or 32 (float16 or float32), got {self.bits!r}")
         object.__setattr__(self, "beta", float(self.beta) if self.error_feedback else 1.0)
@@ -80,11 +78,15 @@ class CommonIndex(Scheme):
         old = [carried.get(name) for name in plan.names]
         bucket = ops.common_index(plan, grads, old, context.measures)
         halves = half_limits(context) if self.bits == 16 else None
-        residuals = ops.low_pass(bucket)
-        if isinstance(self.selection, LargestRows):
-            selected = yield from sum_sketches(self.selection, bucket, halves, context)
+        residuals, selection = ops.low_pass(bucket), self.selection
+        if isinstance(selection, LargestRows):
+            selected = yield from sum_sketches(selection, bucket, halves, context)
+        elif isinstance(selection, ChunkWinners):
+            selected = yield from gather_selection(plan, bucket, context)
+        elif isinstance(selection, Largest):
+            selected = yield from broadcast_selection(selection, plan, grads, old, context)
         else:
-            selected = yield from self._select(plan, bucket, grads, old, context)
+            selected = Selected(self._drawn(plan, context, context.rank))
         message = ops.take(bucket, selected.positions, halves)
         arrived = yield Round(self.collective, message)
         arrived = arrived if halves is None else ops.from_half(arrived)
@@ -102,18 +104,8 @@ class CommonIndex(Scheme):
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        small = all(tensor.numel < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest | LargestRows)
-
-    def _select(
-        self, plan: IndexPlan, bucket: Any, grads: Grads, old: Grads, context: Context
-    ) -> Generator[Round, Any, Selected]:
-        """Return the positions of this step, after a round if ranks select them."""
-        if isinstance(self.selection, ChunkWinners):
-            return (yield from gather_selection(plan, bucket, context))
-        if isinstance(self.selection, Largest):
-            return (yield from broadcast_selection(self.selection, plan, grads, old, context))
-        return Selected(self._drawn(plan, context, context.rank))
 
     def _drawn(self, plan: IndexPlan, context: Context, rank: int) -> Any:
         """Return the random positions of ``rank``."""
@@ -137,13 +129,13 @@ class CommonIndex(Scheme):
 
     def _values_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of the values, and of the sketch that selects them."""
-        selection, n = self.selection, math.prod(tensor.shape)
+        selection, n = self.selection, tensor.numel
         sums = selection.sketch_numel(n) if isinstance(selection, LargestRows) else 0
         return (selection.count(n) + sums) * self.bits // 8
 
     def _selection_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of the positions that all ranks send together."""
-        n = math.prod(tensor.shape)
+        n = tensor.numel
         if isinstance(self.selection, Largest):
             return align(self.selection.nbytes(n))
         return self.selection.nbytes(n) if isinstance(self.selection, ChunkWinners) else 0

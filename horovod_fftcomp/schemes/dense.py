@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,7 @@ class Dense(Scheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
-        return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
+        return tensor.numel * np.dtype(self.dtype).itemsize
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return no arrays: it has no state; see ``Scheme``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +63,27 @@ def merge_all(lists: Sequence[Entries], k: int) -> Entries:
 
 
 @dataclass(frozen=True)
-class GTopK(LowPass):
+class TopKLists(LowPass):
+    """Base of schemes that gather a top-k payload of each tensor, with float32 values.
+
+    ``density``: of these payloads.
+    """
+
+    density: float = 0.01
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "density", TopK(self.density).density)
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """Codec of a rank's own payloads."""
+        return Codec(Identity(), TopK(self.density), Float32())
+
+
+@dataclass(frozen=True)
+class GTopK(TopKLists):
     """Allreduce of the values at k common positions: the top-k of all ranks' merged top-k lists.
 
     A list is a top-k payload with float32 values. The lists are allgathered, and each rank merges
@@ -77,13 +96,7 @@ class GTopK(LowPass):
     """
 
     spec_name = "GTopK"
-    density: float = 0.01
-    error_feedback: bool = True
     rounds = ("allgather", "allreduce")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "density", TopK(self.density).density)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -115,11 +128,6 @@ class GTopK(LowPass):
         new = new_state(tensors, grads, old, {"residual": left} if self.error_feedback else {})
         return Outcome(sums, new, Flags(finite), meter.measured())
 
-    @functools.cached_property
-    def codec(self) -> Codec:
-        """Codec of the top-k lists."""
-        return Codec(Identity(), TopK(self.density), Float32())
-
     def _chosen(self, tensors: Tensors, gathered: Array, n_ranks: int) -> list[Entries]:
         """Return each tensor's merged list from the gathered messages of all ranks.
 
@@ -148,7 +156,7 @@ class GTopK(LowPass):
         """Return (the sums, NaN if they are not finite; whether all are finite)."""
         sums, all_finite = [], True
         for tensor, (places, listed), values in zip(tensors, chosen, reduced, strict=True):
-            total = ops.zeros(math.prod(tensor.shape))
+            total = ops.zeros(tensor.numel)
             finite = ops.flags_of(values).finite and not np.isnan(listed).any()
             if finite:
                 total[places] = values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from horovod_fftcomp.codec.quantizers import Float32, Quantizer
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round
 from horovod_fftcomp.schemes.allgather import gather, serves
@@ -50,10 +50,7 @@ class HardThreshold(LowPass):
         TopK(self.density)
         if self.threshold is not None:
             Threshold(self.threshold)
-        if type(self.calibrate_steps) is not int or self.calibrate_steps < 1:
-            raise ValueError(
-                f"calibrate_steps must be a whole number from 1 up, got {self.calibrate_steps!r}"
-            )
+        check_whole("calibrate_steps", self.calibrate_steps, 1)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -105,7 +102,7 @@ class HardThreshold(LowPass):
         if self.threshold is not None:
             return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
         if levels is None or np.isnan(levels[-1]):
-            return _calibrating(self.density)
+            return calibrating(self.density)
         last = levels[self.calibrate_steps // 2 :]
         return _codec(max(float(last.mean(dtype=np.float64)), LEAST_THRESHOLD), self.quantizer)
 
@@ -125,7 +122,7 @@ class HardThreshold(LowPass):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the residual and, of the calibration, the levels; see ``Scheme``."""
-        residual = coefficients(_calibrating(self.density), tensor, self.error_feedback)
+        residual = coefficients(calibrating(self.density), tensor, self.error_feedback)
         levels = StateArray(self.calibrate_steps, is_kept=self.threshold is None)
         return {"residual": residual, "levels": levels}
 
@@ -139,7 +136,7 @@ def _measured(
 
 
 @functools.lru_cache(64)
-def _calibrating(density: float) -> Codec:
+def calibrating(density: float) -> Codec:
     """Return the codec of calibration, always the same object, by which coders are cached."""
     return Codec(Identity(), TopK(density), Float32())
 
@@ -153,8 +150,7 @@ def _codec(threshold: float, quantizer: Quantizer) -> Codec:
 def _level(codec: Codec, header: wire.Header, payload: Array) -> float:
     """Return the k-th largest magnitude of a float32 top-k payload."""
     plan = codec.plan(header.shape)
-    n = math.prod(header.shape)
     values = np.abs(payload[plan.values_offset :].view(np.float32))
     assert isinstance(codec.sparsifier, TopK)
-    k = codec.sparsifier.count(n)
+    k = codec.sparsifier.count(plan.numel)
     return float(np.sort(values)[-k]) if k else 0.0

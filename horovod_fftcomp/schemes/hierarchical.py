@@ -7,7 +7,6 @@ scheme, and all ranks of the node gather the sums.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import is_whole
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, check_whole
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import (
@@ -110,11 +108,8 @@ class Hierarchical(Wrapper):
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if not is_whole(self.ranks_per_node) or self.ranks_per_node < 2:
-            raise ValueError(
-                f"ranks_per_node must be a whole number from 2, got {self.ranks_per_node!r}; "
-                "omit it for one rank per node"
-            )
+        hint = "; omit it for one rank per node"
+        check_whole("ranks_per_node", self.ranks_per_node, 2, hint=hint)
         if self.scheme.traits.momentum or not self.scheme.traits.fits_differences:
             raise UnsupportedError(
                 "ranks_per_node does not work with recipes that have their own momentum or send "
@@ -211,14 +206,14 @@ class Hierarchical(Wrapper):
         layout = NodeLayout(self.ranks_per_node, world_size)
         if layout.n_nodes == 1:
             return 0.0
-        part = next(parts_in(state, [tensor]), Part(tensor, 0, math.prod(tensor.shape)))
+        part = next(parts_in(state, [tensor]), Part(tensor, 0, tensor.numel))
         nbytes = self.scheme.share_nbytes(part.tensor, state, layout.n_nodes)
-        share = math.prod(tensor.shape) / max(1, part.end - part.begin) / layout.node_size
+        share = tensor.numel / max(1, part.end - part.begin) / layout.node_size
         return share * nbytes
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return the residual of ``tensor``, zero where it belongs to other ranks of the node."""
-        total = np.zeros(math.prod(tensor.shape), np.float32)
+        total = np.zeros(tensor.numel, np.float32)
         add_residuals(self.scheme, list(parts_in(state, [tensor])), state, total)
         return total.reshape(tensor.shape)
 

@@ -90,7 +90,7 @@ class MomentumScheme(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return velocity and residual; see ``Scheme``."""
-        velocity = StateArray(math.prod(tensor.shape), "velocity")
+        velocity = StateArray(tensor.numel, "velocity")
         return {"velocity": velocity, **super().state_arrays(tensor, state)}
 
 
@@ -119,7 +119,7 @@ class MomentumSum(MomentumScheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
-        return 4 * math.prod(tensor.shape)
+        return 4 * tensor.numel
 
 
 @dataclass(frozen=True)
@@ -190,5 +190,5 @@ class WithMomentum(Wrapper):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the velocity and the scheme's state; see ``Scheme``."""
-        velocity = StateArray(math.prod(tensor.shape))
+        velocity = StateArray(tensor.numel)
         return {**self.scheme.state_arrays(tensor, state), "velocity": velocity}

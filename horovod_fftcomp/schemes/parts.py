@@ -36,7 +36,7 @@ class Part(NamedTuple):
     def tensor(self) -> Tensor:
         """The part as a tensor of its own, of whole rows if it consists of them."""
         whole, begin, end = self
-        numel, n = math.prod(whole.shape), end - begin
+        numel, n = whole.numel, end - begin
         if n == numel:
             return whole
         length = numel // whole.shape[0]
@@ -63,7 +63,7 @@ class NodePlan(BucketPlan):
     """A bucket and the ``shares`` of a node's ranks; ``splits``: elements of each share."""
 
     def __init__(self, tensors: Tensors, n_ranks: int) -> None:
-        super().__init__([math.prod(tensor.shape) for tensor in tensors])
+        super().__init__([tensor.numel for tensor in tensors])
         grains = [_grain(tensor, self.offsets[-1] // n_ranks) for tensor in tensors]
         self.shares = [
             Share([(n, Part(tensors[n], begin, end)) for n, begin, end in pieces])
@@ -96,10 +96,10 @@ def parts_in(state: OldState, tensors: Tensors) -> Iterator[Part]:
     known = {tensor.name: tensor for tensor in tensors}
     for name in dict.fromkeys(itertools.chain.from_iterable(state.values())):
         if name in known:
-            yield Part(known[name], 0, math.prod(known[name].shape))
+            yield Part(known[name], 0, known[name].numel)
         elif (match := _NAME.fullmatch(name)) and match[1] in known:
             part = Part(known[match[1]], int(match[2]), int(match[3]))
-            if part.begin < part.end <= math.prod(part.whole.shape) and part.tensor.name == name:
+            if part.begin < part.end <= part.whole.numel and part.tensor.name == name:
                 yield part
 
 
@@ -125,7 +125,7 @@ def rejoined(scheme: Scheme, tensors: Tensors, state: OldState) -> OldState:
         array = scheme.state_arrays(whole, new).get("residual")
         if array is None or not array.is_kept:
             continue
-        elements = np.zeros(math.prod(whole.shape), np.float32)
+        elements = np.zeros(whole.numel, np.float32)
         add_residuals(scheme, [part for part in parts if part.whole is whole], state, elements)
         forward = array.transform.forward(elements, None, 0, cpu_kernels())
         for kind, arrays in new.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
@@ -40,8 +40,7 @@ class PowerSgd(LowPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.rank) is not int or not 1 <= self.rank <= 1024:
-            raise ValueError(f"rank must be a whole number from 1 to 1024, got {self.rank!r}")
+        check_whole("rank", self.rank, 1, 1024)
         counter_rng.check_seed(self.seed)
 
     def exchange(
@@ -75,11 +74,11 @@ class PowerSgd(LowPass):
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        return all(tensor.numel < 1 << 32 for tensor in tensors)
 
     def matrix(self, tensor: Tensor) -> Matrix:
         """Return the matrix shape and the rank with which a tensor is sent."""
-        numel = math.prod(tensor.shape)
+        numel = tensor.numel
         if len(tensor.shape) < 2 or numel == 0:
             return Matrix(1, numel, 0)
         rows, columns = tensor.shape[0], numel // tensor.shape[0]
@@ -102,7 +101,7 @@ class PowerSgd(LowPass):
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the residual and the factor; see ``Scheme``."""
         matrix, words = self.matrix(tensor), f"residual of {list(tensor.shape)}"
-        residual = StateArray(math.prod(tensor.shape), words, is_kept=self.error_feedback)
+        residual = StateArray(tensor.numel, words, is_kept=self.error_feedback)
         factor = StateArray(matrix.columns * matrix.rank, f"factor of rank {matrix.rank}")
         return {"residual": residual, "factor": factor}
 

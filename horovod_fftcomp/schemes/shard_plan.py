@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -118,7 +117,7 @@ class ShardPlan:
         n_shards: int,
     ) -> None:
         self._names = [tensor.name for tensor in tensors]
-        numels = [math.prod(tensor.shape) for tensor in tensors]
+        numels = [tensor.numel for tensor in tensors]
         grains = [grain_of(*pair) for pair in zip(codecs, tensors, strict=True)]
         shards = cut(numels, grains, n_shards)
         ends = list(itertools.accumulate(map(len, shards), initial=0))
@@ -229,7 +228,7 @@ def grain_of(codec: AnyCodec, tensor: Tensor) -> int:
     method = getattr(codec, "method", None)
     if isinstance(method, SignMethod):
         length = method.row_length(tensor.shape)
-        if length < math.prod(tensor.shape):
+        if length < tensor.numel:
             return length
     return max(_GRAIN, codec.transform.bins_per_block * codec.transform.reals_per_bin)
 

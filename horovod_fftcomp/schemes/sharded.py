@@ -22,7 +22,7 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.allgather import Allgather, serves
 from horovod_fftcomp.schemes.auto import EVEN, SHARES, Auto
 from horovod_fftcomp.schemes.dgc import Dgc
-from horovod_fftcomp.schemes.hard_threshold import HardThreshold
+from horovod_fftcomp.schemes.hard_threshold import HardThreshold, calibrating
 from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES, Key, grain_of, second_codec
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, moved
 from horovod_fftcomp.schemes.state_array import INT64, StateArray, StateArrays
@@ -82,17 +82,15 @@ class Sharded(Wrapper):
 
     def _second_nbytes(self, tensor: Tensor, first: AnyCodec) -> int:
         """Return the bytes that all ranks together send of ``tensor`` in the second round."""
-        [codec] = self._seconds([first])
-        return wire.align(codec.expected_nbytes(tensor.shape))
+        return wire.align(self._second(first).expected_nbytes(tensor.shape))
 
     def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
         """Return the bytes that a rank sends of a tensor, second round included; see ``Scheme``."""
         scheme = self.scheme
         if isinstance(scheme, HardThreshold):
             return super().share_nbytes(tensor, state, world_size)
-        first = scheme.codec_of(tensor, state) if isinstance(scheme, Auto) else scheme.codec
         nbytes = scheme.share_nbytes(tensor, state, world_size)
-        return nbytes + self._second_nbytes(tensor, first) / world_size
+        return nbytes + self._second_nbytes(tensor, self._first(tensor, state)) / world_size
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange, with pieces of any size."""
@@ -102,7 +100,7 @@ class Sharded(Wrapper):
         for tensor in tensors:
             codecs = self._codecs(tensor)
             pieces = [tensor, *(Tensor("", (grain_of(codec, tensor),)) for codec in codecs)]
-            if not all(serves(codec, pieces) for codec in (*codecs, *self._seconds(codecs))):
+            if not all(serves(codec, pieces) for codec in (*codecs, *map(self._second, codecs))):
                 return False
         return scheme.runs_on_device(tensors)
 
@@ -115,10 +113,20 @@ class Sharded(Wrapper):
         assert not isinstance(self.scheme, HardThreshold)
         return [self.scheme.codec]
 
-    def _seconds(self, codecs: Sequence[AnyCodec]) -> list[AnyCodec]:
-        """Return the codecs of the second round."""
-        sign = getattr(self.scheme, "sign", False)
-        return [second_codec(codec, sign, self.second) for codec in codecs]
+    def _first(self, tensor: Tensor, state: OldState) -> AnyCodec:
+        """Return the codec of the first round; under a threshold another with the same pieces."""
+        scheme = self.scheme
+        if isinstance(scheme, HardThreshold):
+            return calibrating(scheme.density)
+        return scheme.codec_of(tensor, state) if isinstance(scheme, Auto) else scheme.codec
+
+    @property
+    def _sign(self) -> bool:
+        return getattr(self.scheme, "sign", False)
+
+    def _second(self, codec: AnyCodec) -> AnyCodec:
+        """Return the codec of the second round."""
+        return second_codec(codec, self._sign, self.second)
 
     def owned(
         self, tensors: Sequence[Tensor], state: OldState, rank: int, world_size: int
@@ -127,15 +135,8 @@ class Sharded(Wrapper):
 
         Those of other pieces go into the residuals; see ``shards.moved``.
         """
-        scheme = self.scheme
-        if isinstance(scheme, HardThreshold):
-            return state  # its codecs are known in an exchange
-        codecs = [
-            scheme.codec_of(tensor, state) if isinstance(scheme, Auto) else scheme.codec
-            for tensor in tensors
-        ]
-        sign = getattr(scheme, "sign", False)
-        plan = Key(codecs).plan(tuple(tensors), sign, self.second, world_size)
+        codecs = [self._first(tensor, state) for tensor in tensors]
+        plan = Key(codecs).plan(tuple(tensors), self._sign, self.second, world_size)
         return moved(plan, codecs, tensors, state, rank, ops_of(None))
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:

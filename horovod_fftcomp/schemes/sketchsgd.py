@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
@@ -93,9 +93,7 @@ class SketchSgd(MomentumScheme):
         if type(self.rows) is not int or self.rows not in (1, 3, 5, 7, 9):
             raise ValueError(f"rows must be 1, 3, 5, 7 or 9 (odd, for a median), got {self.rows!r}")
         for name in ("columns", "candidates"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 64:
-                raise ValueError(f"{name} must be a whole number from 1 to 64, got {value!r}")
+            check_whole(name, getattr(self, name), 1, 64)
         counter_rng.check_seed(self.seed)
 
     def exchange(
@@ -138,7 +136,7 @@ class SketchSgd(MomentumScheme):
 
     def _plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""
-        n = math.prod(tensor.shape)
+        n = tensor.numel
         k = TopK(self.density).count(n)
         columns, candidates = self.columns * k, min(n, self.candidates * k)
         if self.rows * columns + candidates >= n:

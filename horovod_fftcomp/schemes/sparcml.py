@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +13,16 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.codec.sparse import Codec
-from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
 from horovod_fftcomp.kernels.ops import Feedback, Flags
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.gtopk import TopKLists
 from horovod_fftcomp.schemes.meter import measured_by
-from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
+from horovod_fftcomp.schemes.state import low_passed, new_state
 from horovod_fftcomp.schemes.state_array import StateArrays
 from horovod_fftcomp.types import Array, Body, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import positions
@@ -100,7 +100,7 @@ def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class SparCml(LowPass):
+class SparCml(TopKLists):
     """Sum of all ranks' top-k payloads, merged pairwise in the order of recursive doubling.
 
     Selection, first payloads and residuals are those of top-k with float32 values. A network that
@@ -114,18 +114,7 @@ class SparCml(LowPass):
     """
 
     spec_name = "SparCml"
-    density: float = 0.01
-    error_feedback: bool = True
     rounds = ("allgather",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "density", TopK(self.density).density)
-
-    @functools.cached_property
-    def codec(self) -> Codec:
-        """Codec of the first payload of a rank."""
-        return Codec(Identity(), TopK(self.density), Float32())
 
     @property
     def _topk(self) -> Allgather:

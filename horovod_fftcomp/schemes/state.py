@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.errors import check_share
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Context, Grads, Scheme, State
 from horovod_fftcomp.types import OldState, Tensor, Tensors
-
-
-def check_beta(beta: float) -> None:
-    """Raise ValueError unless ``beta`` lies in (0, 1]."""
-    if not 0.0 < beta <= 1.0:
-        raise ValueError(f"beta must lie in (0, 1], got {beta!r}; 1 means no filter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,7 @@ class LowPass(Scheme):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        check_share("beta", self.beta, "; 1 means no filter")
         object.__setattr__(self, "beta", float(self.beta))
         if self.beta < 1.0 and not getattr(self, "error_feedback", True):
             raise ValueError("beta is of the residual, so it needs error_feedback=True")
@@ -72,7 +66,7 @@ def bucket_plan(tensors: Tensors) -> BucketPlan:
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _bucket_plan(tensors: tuple[Tensor, ...]) -> BucketPlan:
-    return BucketPlan([math.prod(tensor.shape) for tensor in tensors])
+    return BucketPlan([tensor.numel for tensor in tensors])
 
 
 def old_arrays(ops: Ops, kind: str, state: OldState, tensors: Tensors, grads: Grads) -> list[Any]:
@@ -82,9 +76,7 @@ def old_arrays(ops: Ops, kind: str, state: OldState, tensors: Tensors, grads: Gr
     """
     arrays = state.get(kind, {})
     return [
-        None
-        if grad is None
-        else ops.checked(kind, arrays.get(tensor.name), math.prod(tensor.shape))
+        None if grad is None else ops.checked(kind, arrays.get(tensor.name), tensor.numel)
         for tensor, grad in zip(tensors, grads, strict=True)
     ]
 
@@ -125,10 +117,10 @@ def on_the_host(context: Context, grads: Grads, state: OldState) -> tuple[Contex
     return context._replace(device=None), local, there
 
 
-def multiply(sums: Sequence[Any], factor: float, device: Device | None) -> None:
-    """Multiply sums by ``factor``, in place; they may lie on the ``device``."""
-    for total in sums:
-        if device is None or isinstance(total, np.ndarray):
-            np.multiply(total, np.float32(factor), out=total)
+def multiply(arrays: Iterable[Any], factor: float, device: Device | None) -> None:
+    """Multiply arrays by ``factor``, in place; they may lie on the ``device``."""
+    for array in arrays:
+        if device is None or isinstance(array, np.ndarray):
+            np.multiply(array, np.float32(factor), out=array)
         else:
-            device.scale(total, np.float32(factor))
+            device.scale(array, np.float32(factor))

@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
-from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.policy import Scheduled
@@ -55,7 +54,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _steps: TensorFlowStepDriver
+    _steps: TensorFlowStepDriver  # set once the variables are known
+    _parameters: Variables
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
@@ -63,14 +63,12 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         policy = self._on_nodes(lambda: process_sets.ranks_per_node(settings))
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
-        self._name = self._take_name()
         self._make_groups = process_sets.makers(policy, settings)
-        watch = self._watch(self._name, hvd.shutdown)
-        self._connection = Connection(start_round, self._name, self._set, watch)
+        self._make_connection(start_round, hvd.shutdown)
+        self._name = self._connection.name
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model
-        self._variables: Variables | None = None
         self._saved: dict[str, Any] | None = None  # state loaded before the variables were known
         self._exchange: graph.TracedStep | None = None  # of the present trace
         self._trains_in = threading.get_ident()  # the thread that traces and runs the graph
@@ -88,11 +86,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         member = self._set.included()  # on other ranks Horovod only traces the compressor
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
-        parts = self._make_parts(buckets, device, hashes, self._name)
-        self._steps = TensorFlowStepDriver(
-            parts, variables, hashes, self._start_handshake, self.rejoin, memory
-        )
-        self._variables = variables
+        parts = self._make_parts(buckets, device, hashes)
+        self._steps = TensorFlowStepDriver(parts, variables, hashes, self.rejoin, memory)
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
@@ -115,7 +110,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         return f"Compression.{self._policy.written()}: without variables yet"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "_steps", "_parameters", "_tensors", "_dtypes"):
+        if name in ("_engine", "_steps", "_parameters", "_tensors", "_dtypes", "_slots"):
             raise UnsupportedError(
                 "this compressor knows no variables before its first step; give it the model: "
                 "Compression.fft(model)"
@@ -125,7 +120,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     @property
     def is_bound(self) -> bool:
         """Whether the variables are known."""
-        return self._variables is not None
+        return "_steps" in vars(self)
 
     def __hash__(self) -> int:
         """Return a hash by identity, by which Horovod caches its traced functions.
@@ -152,7 +147,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             number = exchange.start_gradient(tensor)
             assert number is not None
         total = exchange.sums[number]
-        if exchange.is_taken:
+        if not exchange.untaken:
             self._exchange = None  # a reference would keep the graph alive
         return exchange.horovod_inputs[number], None if total is None else (total, tensor.dtype)
 
@@ -225,36 +220,29 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         process_set: Any = None,
         averages: bool = True,
     ) -> graph.TracedStep:
-        if self._variables is None:
+        if not self.is_bound:
             if self._model is None and variables is None:
                 raise UnsupportedError(
                     "the compressor knows no variables; give it a model: Compression.fft(model)"
                 )
             self._bind(pairs_of(variables if self._model is None else self._model))
-        known = self._variables
-        assert known is not None
+        known, slots = self._parameters, self._slots
         if variables is None:
             variables = known.variables
         if len(variables) != len(grads):
             raise UnsupportedError(f"got {len(grads)} gradients for {len(variables)} variables")
-        slots = self._slots
         self._trains_in = threading.get_ident()
         self._steps.optimizers_set = process_set or self._set
         numbers = [known.number(variable) for variable in variables]
         return graph.TracedStep(
             self._steps,
-            self._buckets,
             grads,
             [slots[number] for number in numbers],
             identified=self._identified(variables, numbers),
-            name=self._name,
-            process_set=self._set,
             groups=self._groups,
             counter=self._counter,
             scale=self._loss_scale(),
             averages=averages,
-            has_barrier=self._gathers,
-            repairs=self._settings.replica_check == "broadcast",
         )
 
     @functools.cached_property
@@ -276,13 +264,12 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
         Only where Horovod may reuse the trace for other variables, see ``Variables.check``.
         """
-        slots = self._slots
         if not horovod_internals.is_called_eagerly():
             return {}
         return {
             number: variable.read_value()
             for variable, number in zip(variables, numbers, strict=True)
-            if slots[number] is not None and "CPU" in variable.device
+            if self._slots[number] is not None and "CPU" in variable.device
         }
 
     def _loss_scale(self) -> tf.Tensor:
@@ -308,9 +295,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             main = threading.main_thread().ident or 0  # the thread that traced has ended
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), target)
 
-    def _start_handshake(self, send: GraphRound) -> None:
-        self._connection.start_handshake(send, self._facts, self._steps.optimizers_set)
-
     def _add_scalar(self) -> AddScalar | None:
         scalars = self._settings.scalars
         if hasattr(scalars, "as_default"):
@@ -321,15 +305,14 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
-        if self._variables is None:
-            self._saved = saved
-        else:
+        if self.is_bound:
             super().load_state_dict(saved)
+        else:
+            self._saved = saved
 
     def serialize(self) -> bytes:
         """Return this rank's state for a ``tf.train.Checkpoint``; every rank has to write one."""
-        known = self._variables is not None
-        return checkpoint.pack(self.state_dict() if known else self._saved)
+        return checkpoint.pack(self.state_dict() if self.is_bound else self._saved)
 
     def deserialize(self, string_value: bytes) -> None:
         """Load the result of ``serialize``; called by ``tf.train.Checkpoint``.

@@ -48,10 +48,11 @@ class TracedStep:
     """Exchange of the gradients of one trace, added to TensorFlow's default graph.
 
     ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``slots``: the slot
-    of each in ``buckets``, None if it is sent dense. ``scale``: the loss scale, a scalar tensor.
-    ``identified``: values of variables, by number, whose memory is checked in each step.
-    ``groups``: the process sets of nodes and between them, by their ranks.
+    of each in the buckets of ``steps``, None if it is sent dense. ``scale``: the loss scale, a
+    scalar tensor. ``identified``: values of variables, by number, whose memory is checked in each
+    step. ``groups``: the process sets of nodes and between them, by their ranks.
 
+    ``untaken``: numbers of the gradients with which ``start_gradient`` was not called yet.
     ``sums``: for each gradient the sum over ranks in float32, None if Horovod exchanges it.
     ``horovod_inputs``: for each gradient the tensor that Horovod reduces, the gradient or a single
     1. It depends on the begin of the step: if the ranks' settings differ, so do the shapes, and
@@ -61,50 +62,46 @@ class TracedStep:
     def __init__(
         self,
         steps: TensorFlowStepDriver,
-        buckets: Sequence[Bucket],
         grads: Sequence[Any],
         slots: Sequence[Slot | None],
         *,
         identified: Mapping[int, tf.Tensor],
-        name: str,
-        process_set: Any,
         groups: Mapping[Ranks, Any],
         counter: tf.Variable,
         scale: tf.Tensor,
         averages: bool,
-        has_barrier: bool,
-        repairs: bool,
     ) -> None:
         self.grads = list(grads)
         self.sums: list[tf.Tensor | None] = [None] * len(self.grads)
-        self._untaken = [n for n, g in enumerate(self.grads) if isinstance(g, tf.Tensor)]
-        self._steps, self._name, self._set, self._groups = steps, name, process_set, groups
-        self._averages = averages
+        self.untaken = [n for n, g in enumerate(self.grads) if isinstance(g, tf.Tensor)]
+        self._values = {n: getattr(g, "values", g) for n, g in enumerate(grads) if g is not None}
+        connection, self._buckets = steps.parts.connection, steps.parts.engine.buckets
+        self._name, self._set = connection.name, connection.process_set
+        self._steps, self._groups, self._averages = steps, groups, averages
         self._place = "/CPU:0" if steps.memory is None else steps.memory.place
         # If Horovod has no GPU operations, TensorFlow copies messages to the host.
         self._wire = self._place if hvd.nccl_built() else "/CPU:0"
         members = self._members(slots)
-        with tf.name_scope(name), tf.device("/CPU:0"):
+        self._compressed = {n for within in members.values() for n in within.values()}
+        with tf.name_scope(self._name), tf.device("/CPU:0"):
             load = self._load(members, tuple(identified))
             inputs = [counter.read_value(), scale, self._first_grad(), *identified.values()]
             if members:
-                self._dependency = Dependency(self._begin(inputs, load, has_barrier))
-                ended = self._end(self._decoded(buckets, members))
+                self._dependency = Dependency(self._begin(inputs, load))
+                ended = self._end(self._decoded(members))
             else:
-                ended = self._without_buckets(inputs, load, has_barrier)
+                ended = self._without_buckets(inputs, load)
             counter.assign_add(ended)
-            if repairs or not members:
+            if steps.parts.settings.replica_check == "broadcast" or not members:
                 # The update must not begin before differing parameters are replaced; nor, without
                 # buckets, before the parameters are read.
                 self._dependency = Dependency(tf.cast(ended, tf.int32) - 1)
                 with tf.device(self._place):
                     self.sums = [t if t is None else self._dependency.after(t) for t in self.sums]
-        with tf.name_scope(name):  # on the devices of the gradients
+        with tf.name_scope(self._name):  # on the devices of the gradients
             self.horovod_inputs = [self._horovod_input(number) for number in range(len(self.grads))]
 
-    def _decoded(
-        self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]]
-    ) -> list[tf.Tensor]:
+    def _decoded(self, members: Mapping[int, dict[int, int]]) -> list[tf.Tensor]:
         """Add the operations of all buckets; return tensors that are computed after their sums.
 
         Operations that call Python with GPU tensors are executed one after the other, so there one
@@ -114,47 +111,30 @@ class TracedStep:
         if self._steps.memory is not None:
             groups = [dict(sorted(members.items()))]
         with tf.device(self._place):
-            poison = self._poison({n for numbers in members.values() for n in numbers.values()})
+            poison = self._poison()
         decoded = []
         for group in groups:
-            decoded.append(self._exchange(buckets, group, poison))
+            decoded.append(self._exchange(group, poison))
             poison = tf.constant(0.0)
         return decoded
 
-    def _without_buckets(
-        self, inputs: Sequence[tf.Tensor], load: Load, has_barrier: bool
-    ) -> tf.Tensor:
+    def _without_buckets(self, inputs: Sequence[tf.Tensor], load: Load) -> tf.Tensor:
         """Return the number of steps, 1, once Horovod may exchange; usually without a barrier."""
         step, scale, first_grad, *memory = inputs
         decide = functools.partial(self._steps.must_synchronize, load)
         [must_synchronize] = _python(decide, [step, first_grad, scale, *memory], (tf.bool, []))
 
         def synchronize() -> tf.Tensor:
-            self._begin(inputs, load, has_barrier)
+            self._begin(inputs, load)
             return self._end([])
 
         return tf.cond(must_synchronize, synchronize, lambda: tf.constant(1, tf.int64))
 
-    def _after_all_ranks(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Return tensors that are computed when all ranks have decoded, after an allreduce.
-
-        Only if some rounds are among a part of the ranks; see ``Connection.leave_together``.
-        """
-        if not (self._groups and decoded):
-            return decoded
-        done = tf.cast(tf.reshape(tf.add_n(decoded), [1]), tf.float32)
-        return [rounds.reduce(done, f"{self._name}.parted", self._set)]
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether ``start_gradient`` was called with every gradient."""
-        return not self._untaken
-
     def start_gradient(self, grad: tf.Tensor) -> int | None:
         """Return the number of the first gradient that is ``grad`` and not taken yet, or None."""
-        for number in self._untaken:
+        for number in self.untaken:
             if self.grads[number] is grad:
-                self._untaken.remove(number)
+                self.untaken.remove(number)
                 return number
         return None
 
@@ -173,27 +153,23 @@ class TracedStep:
         return members
 
     def _load(self, members: dict[int, dict[int, int]], identified: tuple[int, ...]) -> Load:
-        compressed = {number for numbers in members.values() for number in numbers.values()}
         dense = other = 0
-        for number, grad in enumerate(self.grads):
-            if grad is None:
-                continue
-            values = grad if isinstance(grad, tf.Tensor) else grad.values
+        for number, values in self._values.items():
             numel = math.prod(d or 0 for d in values.shape.as_list())
             dense += 4 * numel
-            other += 4 if number in compressed else values.dtype.size * numel
+            other += 4 if number in self._compressed else values.dtype.size * numel
         return Load(frozenset(members), dense, other, identified)
 
-    def _begin(self, inputs: Sequence[tf.Tensor], load: Load, has_barrier: bool) -> tf.Tensor:
+    def _begin(self, inputs: Sequence[tf.Tensor], load: Load) -> tf.Tensor:
         step, scale, first_grad, *memory = inputs
         optimizers_set = self._steps.optimizers_set
         inputs = [step, first_grad, scale]
         call = self._steps.enter_barrier
         present, message = _python(call, inputs, (tf.float32, [2]), _BYTES)
         handshakes = rounds.gather_if_any(message, f"{self._name}.handshake", optimizers_set)
-        if has_barrier:
+        if self._steps.gathers:
             present = rounds.reduce(present, f"{self._name}.present", optimizers_set)
-        begin = functools.partial(self._steps.begin, load, has_barrier)
+        begin = functools.partial(self._steps.begin, load)
         inputs = [step, present, handshakes, scale, *memory]
         begun, self._hashes = _python(begin, inputs, (tf.int32, []), _BYTES)
         return begun
@@ -201,8 +177,10 @@ class TracedStep:
     def _end(self, decoded: Sequence[tf.Tensor]) -> tf.Tensor:
         # A data dependency: TensorFlow drops stateless calls with control dependencies only.
         hashes = rounds.gather_if_any(self._hashes, f"{self._name}.replicas", self._set)
-        inputs = [hashes, *self._after_all_ranks(decoded)]
-        return _python(self._steps.end, inputs, (tf.int64, []))[0]
+        if self._groups and decoded:  # see ``Connection.leave_together``
+            done = tf.cast(tf.reshape(tf.add_n(decoded), [1]), tf.float32)
+            decoded = [rounds.reduce(done, f"{self._name}.parted", self._set)]
+        return _python(self._steps.end, [hashes, *decoded], (tf.int64, []))[0]
 
     def _first_grad(self) -> tf.Tensor:
         """Return one value of the gradient that is probably computed first.
@@ -210,31 +188,23 @@ class TracedStep:
         As an input it delays the begin of the step until there are gradients: a call may end
         without any, such as when the data run out.
         """
-        last = next(grad for grad in reversed(self.grads) if grad is not None)
-        values = last if isinstance(last, tf.Tensor) else last.values
         with tf.device(self._place):
-            return tf.reshape(values, [-1])[:1]
+            return tf.reshape([*self._values.values()][-1], [-1])[:1]
 
-    def _poison(self, compressed: set[int]) -> tf.Tensor:
+    def _poison(self) -> tf.Tensor:
         """Return 0, or NaN if a gradient that Horovod exchanges itself is not finite."""
         finite = [tf.constant(True)]
-        for number, grad in enumerate(self.grads):
-            if grad is not None and number not in compressed:
-                values = grad if isinstance(grad, tf.Tensor) else grad.values
+        for number, values in self._values.items():
+            if number not in self._compressed:
                 finite.append(tf.reduce_all(tf.math.is_finite(values)))
         return tf.where(tf.reduce_all(finite), 0.0, math.nan)
 
-    def _limit(self, dtype: tf.DType) -> float:
-        """Return the largest sum that is finite in ``dtype`` after Horovod's op was applied."""
-        return float(dtype.max) * (self._set.size() if self._averages else 1)
-
-    def _exchange(
-        self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]], poison: tf.Tensor
-    ) -> tf.Tensor:
+    def _exchange(self, members: Mapping[int, dict[int, int]], poison: tf.Tensor) -> tf.Tensor:
         """Add the operations of some buckets; return a tensor that is computed after their sums."""
         positions = {number: tuple(sorted(grads)) for number, grads in members.items()}
         slots = [(number, p) for number, within in positions.items() for p in within]
         grads = [members[number][p] for number, p in slots]
+        buckets = self._buckets
         shapes = [buckets[number].tensors[p].shape for number, p in slots]
         begun = tf.cast(self._dependency.zero, tf.int64)
         with tf.device(self._place):
@@ -257,7 +227,9 @@ class TracedStep:
                     outputs[number] = rounds.exchange(
                         row[0], made[1 + at], name, sets, codes, row[1:]
                     )
-        limits = [self._limit(self.grads[grad].dtype) for grad in grads]
+        # The largest sums that are finite in the gradients' dtypes after Horovod's op was applied.
+        divisor = self._set.size() if self._averages else 1
+        limits = [float(self.grads[grad].dtype.max) * divisor for grad in grads]
         decode = functools.partial(self._steps.decode, positions, limits)
         decoded, *sums = self._call(decode, list(outputs.values()), tf.float32, len(grads))
         with tf.device(self._place):

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +34,7 @@ from horovod_fftcomp.tensorflow.variables import Variables
 if TYPE_CHECKING:
     from horovod_fftcomp.tensorflow.device import TensorFlowMemory
 
+_NO_STEP = Progress(0, 0, 0, inside=False)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 SCALES = (
@@ -69,7 +69,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *arguments)
             except BaseException as error:
                 self._broken_by = repr(error)
-                self._progress.doing = ""
+                self._note_end()
                 if isinstance(error, FFTCompError) and horovod_internals.is_elastic():
                     raise horovod_internals.FatalInElasticJob(repr(error)) from error
                 raise
@@ -79,24 +79,13 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@dataclass
-class _StepProgress:
-    """Progress of a step, for the watch; see ``stalls.Progress``."""
-
-    doing: str = ""
-    step: int = 0
-    handed: int = 0
-    returned: int = 0
-    encoded: set[int] = field(default_factory=set)  # buckets
-
-
 class TensorFlowStepDriver(steps.StepDriver):
     """Step driver of one optimizer or tape.
 
-    ``hashes`` sends the hashes of the parameters; ``start_handshake`` sends the ranks' settings
-    with its argument; ``rejoin`` is called if the number of ranks has changed. ``optimizers_set``:
-    the process set of the optimizer or tape, used by handshake and barrier, which should be that of
-    the compressor. ``memory``: conversions of GPU tensors, None if the CPU computes steps.
+    ``hashes`` sends the hashes of the parameters; ``rejoin`` is called if the number of ranks has
+    changed. ``optimizers_set``: the process set of the optimizer or tape, used by handshake and
+    barrier, which should be that of the compressor. ``memory``: conversions of GPU tensors, None if
+    the CPU computes steps.
     """
 
     _TO_CONTINUE = "the last good checkpoint into the model"
@@ -106,18 +95,18 @@ class TensorFlowStepDriver(steps.StepDriver):
         parts: steps.Parts,
         variables: Variables,
         hashes: rounds.GraphRound,
-        start_handshake: Callable[[rounds.GraphRound], None],
         rejoin: Callable[[], Any],
         memory: TensorFlowMemory | None,
     ) -> None:
         super().__init__(parts)
         self.lock = threading.RLock()
         self._variables = variables
-        self.optimizers_set = parts.process_set
-        self._start_handshake, self._rejoin, self.memory = start_handshake, rejoin, memory
+        self.optimizers_set = self._set
+        self._rejoin, self.memory = rejoin, memory
         self._handshake, self.hashes = rounds.GraphRound(), hashes
         parts.connection.watch.follow(self, variables.names)
-        self._progress = _StepProgress()
+        self._progress = _NO_STEP  # counted in buckets
+        self._encoded: set[int] = set()  # buckets of this step
         self._poisoned = ""  # tensor set to NaN because a dense one is not finite, or DENSE
         self._scale, self._is_busy = 1.0, False
         self._alone = False  # elastic, and no other rank is left
@@ -128,7 +117,7 @@ class TensorFlowStepDriver(steps.StepDriver):
         self.wait_s = self.encode_hidden_s = 0.0
         self.encode_wait_s = 0.0  # operations wait for encodings, not the training thread
         self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
-        self._n_encoded, self._idle_since = 0, 0.0
+        self._idle_since = 0.0
 
     # The graph calls these.
 
@@ -159,14 +148,13 @@ class TensorFlowStepDriver(steps.StepDriver):
         is_over = self._begun and not self._undecoded
         self._note("the barrier of a step", self._engine.step + is_over, 1)
         if not self._connection.is_up and size_of(self._set) > 1:
-            self._start_handshake(self._handshake)
+            self._connection.start_handshake(self._handshake, self.optimizers_set)
         return np.array([1, scale], np.float32), self._handshake.take()
 
     @_guarded
     def begin(
         self,
         load: Load,
-        has_barrier: bool,
         step: np.ndarray,
         present: np.ndarray,
         handshakes: np.ndarray,
@@ -180,7 +168,7 @@ class TensorFlowStepDriver(steps.StepDriver):
         if handshakes.size:
             self._handshake.output = handshakes
             self._connection.open()
-        if has_barrier:
+        if self.gathers:
             self._check_presence(present, scale)
         n_ranks = size_of(self._set)
         self._alone = n_ranks == 1
@@ -238,19 +226,17 @@ class TensorFlowStepDriver(steps.StepDriver):
             made[bucket] = None if self._alone else self._start(bucket, arrived, worst)
             worst = 0.0
         messages = self._messages(made)
-        self._progress.encoded.update(members)
-        self._progress.handed += len(members)
+        self._encoded.update(members)
+        self._progress = self._progress._replace(handed=self._progress.handed + len(members))
         if not self._alone:
             self._idle_since = time.perf_counter()
             self._spans.append((began, self._idle_since))
-            self._n_encoded += len(members)
         return messages
 
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
         """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
-        if self._recorded is not None:
-            self._record(bucket, arrived)
+        self._record(bucket, arrived)
         if not math.isfinite(poison):
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE
@@ -282,7 +268,7 @@ class TensorFlowStepDriver(steps.StepDriver):
             else:
                 sums = self._engine.sums(bucket)
             self._undecoded.discard(bucket)
-            self._progress.returned += 1
+            self._progress = self._progress._replace(returned=self._progress.returned + 1)
             for position in positions:
                 if limits[len(made)] < _FLOAT32_MAX:
                     self._check_limit(sums[position], limits[len(made)])
@@ -299,7 +285,7 @@ class TensorFlowStepDriver(steps.StepDriver):
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.int64:
         """Finish a step after its last decoding; return the number of steps, 1."""
         del decoded  # inputs that order this after all decodings
-        self._progress.doing = ""
+        self._note_end()
         self.hashes.output = hashes
         self._replicas.finish(self._settings.timeout_s)
         bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}
@@ -343,7 +329,7 @@ class TensorFlowStepDriver(steps.StepDriver):
             on_gpu = self.memory.device.owns(sent.data)
             output = self._array(output) if on_gpu else output.numpy()
         now = time.perf_counter()
-        if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
+        if len(self._encoded) == self._n_buckets:  # before, gradients are still being computed
             self.wait_s += now - self._idle_since
         made = self._engine.resume(bucket, output.view(sent.data.dtype))
         self._idle_since = time.perf_counter()
@@ -353,14 +339,12 @@ class TensorFlowStepDriver(steps.StepDriver):
 
     def progress(self) -> Progress:
         """Return this rank's progress, counted in buckets."""
-        progress = self._progress
-        counts = (progress.step, progress.handed, progress.returned)
-        return Progress(*counts, bool(progress.doing), self._is_busy, doing=progress.doing)
+        return self._progress._replace(busy=self._is_busy)
 
     def missing(self) -> list[int]:
         """Return the numbers of the variables of buckets that are not encoded in this step."""
         buckets = enumerate(self._engine.buckets)
-        left = [bucket for number, bucket in buckets if number not in self._progress.encoded]
+        left = [bucket for number, bucket in buckets if number not in self._encoded]
         names = {tensor.name for bucket in left for tensor in bucket.tensors}
         return [n for n, name in enumerate(self._variables.names) if name in names]
 
@@ -369,7 +353,11 @@ class TensorFlowStepDriver(steps.StepDriver):
         return horovod_internals.execution_code() in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
-        self._progress, self._poisoned = _StepProgress(doing, step, handed, returned), ""
+        self._progress = Progress(step, handed, returned, inside=True, doing=doing)
+        self._encoded, self._poisoned = set(), ""
+
+    def _note_end(self) -> None:
+        self._progress = self._progress._replace(inside=False, doing="")
 
     # The compressor calls these.
 
@@ -395,8 +383,8 @@ class TensorFlowStepDriver(steps.StepDriver):
         """Discard a step that an error interrupted."""
         with self.lock:
             super().abandon()
-            self._progress = _StepProgress()
-            self._sent, self._undecoded, self._spans, self._n_encoded = {}, set(), [], 0
+            self._progress, self._encoded = _NO_STEP, set()
+            self._sent, self._undecoded, self._spans = {}, set(), []
             self._begun = False
 
     def _close(self) -> None:
@@ -410,6 +398,6 @@ class TensorFlowStepDriver(steps.StepDriver):
             last_came = max(began for began, _ in self._spans)
             hidden_s = sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
             self.encode_hidden_s += hidden_s
-            self._spans, self._n_encoded = [], 0
+            self._spans = []
         self._end_record(self._engine.step - 1)
         self._note_closed()

@@ -38,9 +38,6 @@ class Variables:
         self.variables = [_inner(name, variable) for name, variable in pairs]
         self._numbers = {id(variable): n for n, variable in enumerate(self.variables)}
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def specs(self) -> list[Tensor]:
         """Return names and shapes of the variables."""
         return [
@@ -54,7 +51,7 @@ class Variables:
         if number is None:
             raise UnsupportedError(
                 f"variable {variable.name!r} of shape {tuple(variable.shape)} is not one of the "
-                f"{len(self)} variables of this compressor: it was not trainable when the "
+                f"{len(self.names)} variables of this compressor: it was not trainable when the "
                 "compressor was made, or belongs to another model. Make the compressor while all "
                 "layers that will ever train are trainable; it serves one model: make another for "
                 "the second"

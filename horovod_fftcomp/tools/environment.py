@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from horovod_fftcomp.kernels.threads import get_num_threads
 from horovod_fftcomp.wire.version import __version__
@@ -61,9 +63,13 @@ def other_busy_s() -> float:
 def versions() -> dict[str, str]:
     """Return the versions of Python, this package and the ``PACKAGES`` that are installed."""
     found = {"python": platform.python_version(), "horovod_fftcomp": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    others = {package: known(metadata.version, package) for package in PACKAGES}
+    return found | {package: version for package, version in others.items() if version}
+
+
+def known(about: Callable[[str], Any], package: str) -> Any:
+    """Return what a function of ``metadata`` tells about a package; None if it is not installed."""
+    try:
+        return about(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -12,7 +12,6 @@ import horovod.torch as hvd
 import torch
 
 from horovod_fftcomp.adapter import handshake, process_sets
-from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.device import device_of
@@ -51,14 +50,10 @@ class TorchCompressor(TensorCompressor):
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # on other ranks Horovod never calls the compressor
         device = device_of(parameters.tensors, buckets) if member else None
-        name = self._take_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
-        watch = self._watch(name, horovod_internals.shut_down)
-        self._connection = Connection(HorovodRound, name, self._set, watch, groups)
-        parts = self._make_parts(buckets, device, self._connection.send, name)
-        self._steps = TorchStepDriver(
-            parts, parameters, self._parameters, self._join, self._gathers
-        )
+        self._make_connection(HorovodRound, horovod_internals.shut_down, groups)
+        parts = self._make_parts(buckets, device, self._connection.send)
+        self._steps = TorchStepDriver(parts, parameters, self._parameters, self._join)
         note_exchanged(parameters.tensors, parts.slots, self._engine)
         if member:
             self._await_optimizer()
@@ -77,4 +72,4 @@ class TorchCompressor(TensorCompressor):
             if isinstance(caller, torch.optim.Optimizer):
                 self._parameters.follow(caller)
                 self._warn_of(caller)
-            self._connection.connect(self._facts, getattr(caller, "process_set", None))
+            self._connection.connect(getattr(caller, "process_set", None))

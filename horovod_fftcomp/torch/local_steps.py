@@ -8,7 +8,6 @@ import horovod.torch as hvd
 import torch
 
 from horovod_fftcomp.adapter.torch_tensors import local_steps
-from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 
@@ -42,8 +41,6 @@ class LocalSteps(local_steps.TorchLocalSteps):
     ) -> None:
         super().__init__(Parameters(model), compression, period, outer)
         self.process_set = process_set or hvd.global_process_set
-        if isinstance(compression, TensorCompressor):
-            compression.expect_changes()
 
     def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, as Horovod's optimizer would of the parameters' grad."""
@@ -64,6 +61,4 @@ class LocalSteps(local_steps.TorchLocalSteps):
         finally:
             for parameter, grad in zip(self._parameters, grads, strict=True):
                 parameter.grad = grad
-        if isinstance(self._compression, TensorCompressor):
-            self._compression.note_used()
         return means[::-1]

@@ -35,11 +35,9 @@ class HorovodRound:
         elif round_.collective == "broadcast":
             root = process_set.ranks[round_.root]  # Horovod takes the global rank
             self._handle = hvd.broadcast_async(data, root, name=name, process_set=process_set)
-        elif round_.collective == "alltoall":
+        else:  # an alltoall
             splits = torch.tensor(round_.splits, dtype=torch.int32)
             self._handle = hvd.alltoall_async(data, splits, name, process_set)
-        else:
-            raise ValueError(f"unknown collective {round_.collective!r}")
         self.is_done = functools.partial(hvd.poll, self._handle)
 
     def wait(self, timeout_s: float) -> Any:

@@ -33,7 +33,7 @@ class TorchStepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
     ``join(begins)`` is called before gradients that are not expected, until the ranks are connected
-    and when a step ``begins``. ``gathers``: whether steps have collectives other than allreduces.
+    and when a step ``begins``.
     """
 
     _TO_CONTINUE = "one into the optimizer"
@@ -44,13 +44,12 @@ class TorchStepDriver(steps.StepDriver):
         parameters: Parameters,
         optimized: OptimizedParameters,
         join: Callable[[bool], None],
-        gathers: bool,
     ) -> None:
         super().__init__(parts)
         self._gradients = StepGradients(parameters, parts.slots)
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
-        self._ranks = parts.process_set.ranks
+        self._ranks = self._set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         connection, engine = parts.connection, parts.engine
         self._sums: dict[int, list[Any]] = {}  # of this step, by bucket
@@ -58,8 +57,6 @@ class TorchStepDriver(steps.StepDriver):
         where = connection.send, self._name, self._set
         self.pipeline = Pipeline(engine, *where, done, timeout_s)
         connection.watch.follow(self, parameters.names)
-        # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
-        self._gathers = gathers
         device = engine.device
         self._place = device.place if isinstance(device, TorchDevice) else None
         self._made_on = {parameter.device for parameter in parameters.tensors}
@@ -133,7 +130,10 @@ class TorchStepDriver(steps.StepDriver):
         assert grad is not None  # set by ``start_gradient``
         context.total = context.grad = None
         if total is None:  # sent dense: Horovod reduced the gradient itself
-            self._observe_dense(reduced, context.name)
+            if not self._engine.buckets:
+                self._engine.observe(True)  # no state depends on it
+            elif not arrays.observe(self._engine, reduced):
+                self._bad[context.name] = False
             value = reduced
         else:  # Horovod reduced ones: the result has its op's factor
             value = total.mul_((reduced / self._engine.world_size).reshape(()).to(total.device))
@@ -159,7 +159,12 @@ class TorchStepDriver(steps.StepDriver):
         places = {grad.device for grad in arrived.values() if grad is not None}
         if self._place is None:
             for place in places - self._made_on:
-                self._warn_of_move(place)
+                self._made_on.add(place)
+                warn(
+                    f"the compressor was made before the model was moved to {place}: gradients are "
+                    "copied to the host and compressed there, which is slower; make it after the "
+                    "model has moved"
+                )
         elif others := places - {self._place}:
             raise UnsupportedError(
                 f"a gradient is on {others.pop()}, but the compressor was made of a model on "
@@ -168,15 +173,7 @@ class TorchStepDriver(steps.StepDriver):
         grads = arrays.flat_float32(arrived.values(), in_place=self._place is not None)
         flat = dict(zip(arrived, grads, strict=True))
         self.pipeline.start(bucket, flat)
-        if self._recorded is not None:
-            self._record(bucket, flat)
-
-    def _warn_of_move(self, place: torch.device) -> None:
-        self._made_on.add(place)
-        warn(
-            f"the compressor was made before the model was moved to {place}: gradients are copied "
-            "to the host and compressed there, which is slower; make it after the model has moved"
-        )
+        self._record(bucket, flat)
 
     def _converted(
         self, value: torch.Tensor, grad: torch.Tensor, slot: Slot | None
@@ -191,13 +188,6 @@ class TorchStepDriver(steps.StepDriver):
             arrays.observe(self._engine, converted)
         return converted
 
-    def _observe_dense(self, reduced: torch.Tensor, name: str) -> None:
-        """Note whether a gradient that Horovod exchanged is finite."""
-        if not self._engine.buckets:
-            self._engine.observe(True)  # without buckets no state depends on it
-        elif not arrays.observe(self._engine, reduced):
-            self._bad[name] = False
-
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the current CUDA stream of the GPU that computes steps; None without one."""
         is_gpu = self._place is not None and self._place.type == "cuda"
@@ -209,20 +199,18 @@ class TorchStepDriver(steps.StepDriver):
         self._note_begin()
         self.thrown_away.begin()
         self._opens_early = self._replicas.is_due(self._engine.step)
-        if self._gathers:
+        if self.gathers:
             self._connection.barrier()
 
     def _open(self) -> None:
         """Wait until all ranks have begun this step; then start the replica check."""
         self._connection.open()
         self._opened, self._opens_early = True, False
-        in_place = self._optimized.read_in_place
-        self._replicas.begin(self._engine.step, self._engine.device, in_place)
+        self._replicas.begin(self._engine.step)
 
     def _finish(self) -> None:
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
-        if self._broken_by or self._connection.watch.failure:
-            self._check()
+        self._check()
         try:
             for bucket, arrived in enumerate(self._arrived):
                 if arrived:  # with zeros for the others; without any it is not exchanged

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.steps import Parts
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
@@ -49,7 +48,6 @@ class DistributedCompressor(TensorCompressor):
     _exchanged: Parameters  # set before ``__init__``
     _set: RankGroup
     _steps: DDPStepDriver
-    _IN_ELASTIC_JOBS = ""
 
     def __init__(
         self,
@@ -72,20 +70,18 @@ class DistributedCompressor(TensorCompressor):
         self._on_nodes(lambda: ranks_per_node(own))
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
-        name = self._take_name()
         stream = SideStream(place)
         thread = NetworkThread(device, stream.enter)
         self._streams = None if device is None else self._make_streams(thread, group, place)
         network = self._streams or thread
-        watch = self._watch(name, network.abort)
-        if self._streams is not None:
-            self._streams.limit_s = lambda: max(timeout_s, watch.limit_s)
         groups = functools.partial(self._node_groups, f"{group_name}.node")
-        self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
-        parts = self._make_parts(buckets, device, self._connection.send, name)
-        is_under_way = None if self._streams is None else self._streams.is_under_way
-        told = stream, optimized, self._is_perturbed, is_under_way
-        self._steps = self._make_steps(parts, Setup(self._exchanged, self._connect, *told))
+        self._make_connection(network.send, network.abort, groups, by_order=True)
+        if self._streams is not None:
+            watch = self._connection.watch
+            self._streams.limit_s = lambda: max(timeout_s, watch.limit_s)
+        parts = self._make_parts(buckets, device, self._connection.send)
+        setup = Setup(self._exchanged, stream, optimized, self._is_perturbed, self._streams)
+        self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, parts.slots, self._engine)
         self._await_optimizer(always=True)
 
@@ -116,9 +112,6 @@ class DistributedCompressor(TensorCompressor):
 
     def _facts(self) -> dict[str, Any]:
         return super()._facts() | {"messages on GPUs": self._streams is not None}
-
-    def _connect(self) -> None:
-        self._connection.connect(self._facts, None)
 
     def rejoin(self) -> list[int]:
         """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""

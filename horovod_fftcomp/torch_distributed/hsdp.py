@@ -87,7 +87,7 @@ class HSDPCompressor(DistributedCompressor):
         return super()._facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:
-        peers = RankGroup(self._peers, f"{parts.name}.peers", self._settings.timeout_s)
+        peers = RankGroup(self._peers, f"{parts.connection.name}.peers", self._settings.timeout_s)
         return ShardDriver(parts, setup, self._model, peers)
 
 

@@ -46,11 +46,9 @@ class LocalSteps(local_steps.TorchLocalSteps):
                 "the model in a new DistributedDataParallel and call compress() on that"
             )
         super().__init__(exchanged(model), compression, period, outer)
-        compression.expect_changes()
         model.require_backward_grad_sync = False
 
     def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, written over them."""
         self._compression.average(changes)
-        self._compression.note_used()
         return changes

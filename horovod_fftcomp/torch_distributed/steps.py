@@ -23,6 +23,7 @@ from horovod_fftcomp.engine.overlap import Inline, Pending, Pipeline
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
+from horovod_fftcomp.torch_distributed.streams import StreamNetwork
 from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than the
@@ -33,17 +34,16 @@ _DENSE_NBYTES = 1_000_000
 class Setup(NamedTuple):
     """What a compressor tells its step driver.
 
-    ``connect`` starts the handshake; ``optimized``: for the replica check, as is ``is_perturbed``,
-    which tells whether weights are meant to differ between ranks in the present pass.
-    ``is_under_way``: whether rounds for which streams wait are; None if the host waits for all.
+    ``optimized``: the parameters that ranks compare; ``is_perturbed`` tells whether they are meant
+    to differ in the present pass. ``streams``: the network of rounds for which streams wait; None
+    if the host waits for all.
     """
 
     parameters: Parameters
-    connect: Callable[[], None]
     stream: SideStream
     optimized: OptimizedParameters
     is_perturbed: Callable[[], bool]
-    is_under_way: Callable[[], bool] | None
+    streams: StreamNetwork | None
 
 
 class _DenseGradients(NamedTuple):
@@ -62,7 +62,7 @@ class DDPStepDriver(steps.StepDriver):
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
     encodes, sends and decodes. The training thread, or autograd's thread of a GPU, waits for it at
     the end of the backward pass, raises its errors there and closes the step; between steps the
-    training thread alone uses the engine. With ``Setup.is_under_way`` nothing of a step takes
+    training thread alone uses the engine. With ``Setup.streams`` nothing of a step takes
     the host long, and all of it happens in the hook: see ``streams``.
     ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
@@ -71,7 +71,7 @@ class DDPStepDriver(steps.StepDriver):
 
     def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        parameters, self._connect, self._stream, self._optimized, self._is_perturbed, _ = setup
+        parameters, self._stream, self._optimized, self._is_perturbed, self._streams = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
@@ -80,9 +80,7 @@ class DDPStepDriver(steps.StepDriver):
         timeout_s = parts.settings.timeout_s
         self.pipeline = Pipeline(parts.engine, *where, self._deliver, timeout_s, is_ordered=True)
         self._worker: Worker | Inline = Inline()
-        self._on_streams = setup.is_under_way is not None
-        self._is_under_way = setup.is_under_way or (lambda: False)
-        if not self._on_streams:
+        if self._streams is None:
             self._worker = Worker("fftcomp-steps")
             self._worker.submit(self._stream.enter)
         self._members = [
@@ -174,7 +172,7 @@ class DDPStepDriver(steps.StepDriver):
         """Return this rank's progress."""
         step, inside = self._engine.step, self._inside and not self._broken_by
         counts = len(self._arrivals), self._returned
-        if not self._inside and not self._broken_by and self._is_under_way():
+        if not (self._inside or self._broken_by) and self._streams and self._streams.is_under_way():
             # The host has launched the last step and goes on, the GPU waits for other ranks.
             step, inside, counts = step - 1, True, (len(self._names), 0)
         busy = self.pipeline.is_computing
@@ -221,8 +219,7 @@ class DDPStepDriver(steps.StepDriver):
         for number, values in flat.items():
             slot = self._slots[number]
             assert slot is not None  # only these are compressed
-            if self._recorded is not None:
-                self._record(slot.bucket, {slot.position: values})
+            self._record(slot.bucket, {slot.position: values})
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
@@ -245,11 +242,10 @@ class DDPStepDriver(steps.StepDriver):
             if self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
                 if is_up:
                     self._connection.reset()
-                self._connect()
+                self._connection.connect()
                 self._connection.open()
         self._engine.follow_loss_scale(self.loss_scale())
-        where = self._engine.device, self._optimized.read_in_place
-        self._replicas.begin(self._engine.step, *where, self._is_perturbed())
+        self._replicas.begin(self._engine.step, self._is_perturbed())
 
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
@@ -294,14 +290,14 @@ class DDPStepDriver(steps.StepDriver):
 
     def _send_dense(self, flat: torch.Tensor, dense: _DenseGradients) -> None:
         data: Any = flat.detach()
-        round_ = Round("allreduce", data if self._on_streams else data.cpu().numpy(), in_place=True)
+        round_ = Round("allreduce", data if self._streams else data.cpu().numpy(), in_place=True)
         self.other_nbytes += round_.data.nbytes
         self._dense.append((self._send(round_, "dense"), dense))
 
     def _deliver_dense(self, total: Any, dense: _DenseGradients) -> None:
         """Write the averages of dense gradients that were sent together."""
         sums, (views, buffer) = torch.as_tensor(total), dense
-        if self._on_streams and self._engine.buckets:
+        if self._streams and self._engine.buckets:
             finite = arrays.observe(self._engine, sums)
         else:
             finite = not self._engine.buckets or bool(torch.isfinite(sums).all())

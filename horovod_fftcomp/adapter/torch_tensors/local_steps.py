@@ -55,7 +55,8 @@ class TorchLocalSteps:
                 "outer must make the optimizer from the weights that LocalSteps passes it: "
                 "functools.partial(torch.optim.SGD, lr=0.7)"
             )
-        if isinstance(compression, Compressor):
+        self._is_ours = isinstance(compression, Compressor)  # not Horovod's own
+        if self._is_ours:
             compression.check_differences()
             if compression.tensors() != parameters.specs():
                 raise ValueError("the compressor has other parameters; make it of the same model")
@@ -71,6 +72,8 @@ class TorchLocalSteps:
         note = weakref.WeakMethod(self._note_step)
         handle = register_optimizer_step_post_hook(lambda *given: (note() or _nothing)(given[0]))
         weakref.finalize(self, handle.remove)
+        if self._is_ours:
+            compression.expect_changes()
 
     @property
     def steps(self) -> int:
@@ -83,8 +86,7 @@ class TorchLocalSteps:
 
         NaN before the first exchange, and for a compressor that is Horovod's.
         """
-        is_ours = isinstance(self._compression, Compressor)
-        return self._period * self._compression.stats()["ratio"] if is_ours else math.nan
+        return self._period * self._compression.stats()["ratio"] if self._is_ours else math.nan
 
     def __repr__(self) -> str:
         fewer = "" if math.isnan(self.ratio) else f"{self.ratio:.1f} times fewer bytes, "
@@ -124,6 +126,8 @@ class TorchLocalSteps:
         changes = [last - parameter for last, parameter in pairs]
         self._restore()  # equal on all ranks, for the replica check
         means = self._means(changes)
+        if self._is_ours:
+            self._compression.note_used()
         if all(bool(torch.isfinite(mean).all()) for mean in means):
             for last, parameter, mean in zip(self._last, self._parameters, means, strict=True):
                 last.copy_(parameter)  # the replica check may have replaced it

@@ -65,19 +65,11 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def with_plain_names(saved: dict[str, Any]) -> dict[str, Any]:
+def with_plain_names(saved: Any) -> Any:
     """Return a saved state, single or gathered, with ``plain_name`` applied to its keys."""
-    if "ranks" in saved:
-        return {**saved, "ranks": [with_plain_names(each) for each in saved["ranks"]]}
-    renamed = dict(saved)
-    if "formats" in saved:
-        renamed["formats"] = {plain_name(n): format_ for n, format_ in saved["formats"].items()}
-    if "state" in saved:
-        renamed["state"] = {
-            kind: {plain_name(n): array for n, array in named.items()}
-            for kind, named in saved["state"].items()
-        }
-    return renamed
+    if isinstance(saved, dict):
+        return {plain_name(key): with_plain_names(value) for key, value in saved.items()}
+    return [*map(with_plain_names, saved)] if isinstance(saved, list) else saved
 
 
 def _check(pairs: list[tuple[str, Any]]) -> None:

@@ -74,14 +74,6 @@ class Method(abc.ABC):
         """
         return None
 
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the least and the largest number that each of the ``values``, float64, may become.
-
-        Unless a method says otherwise: none beyond the largest magnitude.
-        """
-        peak = np.full(values.size, np.abs(values).max(initial=0))
-        return -peak, peak
-
     def key_at(self, seed: int, rng_key: RngKey) -> int:
         """Return the 64-bit key of the random numbers, one that no other rank or step has."""
         return counter_rng.draw(seed, rng_key.step, rng_key.name, rng_key.rank)

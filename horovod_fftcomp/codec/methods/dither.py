@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
-from horovod_fftcomp.codec.methods.sums import peak_bits
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
+from horovod_fftcomp.codec.methods.sums import peak_bits, rows_of
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS
+from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import coded_levels as coded
 from horovod_fftcomp.wire import counter_rng, rans
@@ -41,12 +42,8 @@ class Dither(Method):
     bucket: int = 256
 
     def __post_init__(self) -> None:
-        for name, allowed in (("ratio", coded.RATIOS), ("bucket", BUCKETS)):
-            value = getattr(self, name)
-            if not is_whole(value) or value not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}"
-                )
+        check_choice("ratio", self.ratio, coded.RATIOS)
+        check_choice("bucket", self.bucket, BUCKETS)
 
     def key_at(self, seed: int, rng_key: RngKey) -> int:
         """Return a key of 32 bits that all ranks have, and below it an offset of each rank's own.
@@ -66,16 +63,6 @@ class Dither(Method):
         """Description for the CUDA kernels, which read the rest from the form."""
         return CudaMethod("coded")
 
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the values and, to either side, half a step of the coarsest grid; see ``Method``.
-
-        A scale is at most 2^(1/8) times the largest magnitude.
-        """
-        maxima = _rows(np.abs(values), self.bucket).max(1)
-        steps = 2 ** (1 / 8) / 2 * float(coded.STEPS_OF_GRIDS[0]) * maxima
-        steps = np.repeat(steps, self.bucket)[: values.size]
-        return values - steps, values + steps
-
     def form(self) -> CodedLevels:
         """Return the format of the body."""
         return CodedLevels(self.ratio, self.bucket)
@@ -92,13 +79,6 @@ class Dither(Method):
     def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add decoded chunks; see ``Method``."""
         add_coded(total, self.form(), body.view(np.uint32), scale)
-
-
-def _rows(values: Array, bucket: int) -> Array:
-    """Return ``values`` as [buckets, bucket], with zeros at the end."""
-    padded = np.zeros(-(-values.size // bucket) * bucket, values.dtype)
-    padded[: values.size] = values
-    return padded.reshape(-1, bucket)
 
 
 class _Chunk(NamedTuple):
@@ -247,7 +227,7 @@ def _scales(values: Array, form: CodedLevels) -> tuple[np.float32, Array]:
     ``NO_SCALE`` is of buckets whose values are sent as zeros. In whole numbers, whose sums do not
     depend on their order.
     """
-    rows = _rows(np.abs(values), form.bucket)
+    rows = rows_of(np.abs(values), form.bucket)
     counts = np.full(len(rows), form.bucket)
     counts[-1] = values.size - (len(rows) - 1) * form.bucket
     exponents = (rows.max(1).view(np.int32) >> 23).astype(np.int64)  # 0: no normal number

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from horovod_fftcomp.codec.methods.levels import OneScale
-from horovod_fftcomp.codec.quantizers import is_whole
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.errors import check_whole
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
 
@@ -24,8 +21,7 @@ class DoReFa(OneScale):
     bits: int = 4
 
     def __post_init__(self) -> None:
-        if not is_whole(self.bits) or not 1 <= self.bits <= 12:
-            raise ValueError(f"bits must be a whole number from 1 to 12, got {self.bits!r}")
+        check_whole("bits", self.bits, 1, 12)
 
     def grid(self) -> Levels:
         """Return the quantization grid, which does not contain 0."""
@@ -38,9 +34,3 @@ class DoReFa(OneScale):
         It adds step^2 / 4 at most; here the scale is six standard deviations.
         """
         return 6 < (1 << self.bits) - 1
-
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the values and, to either side, a step of the grid; see ``Method``."""
-        low, high = super().decoded_range(values)
-        step = 2 * high / ((1 << self.bits) - 1)
-        return np.maximum(low, values - step), np.minimum(high, values + step)

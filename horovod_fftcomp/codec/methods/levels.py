@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
-from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits
+from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits, rows_of
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
@@ -69,9 +69,7 @@ def bucket_scales(values: Array, norm: int, bucket: int) -> Array:
         wide = values.astype(np.float64)
         scales = np.minimum(np.sqrt(lane_sums(wide * wide, bucket)), _LARGEST).astype(np.float32)
     else:
-        padded = np.zeros(-(-values.size // bucket) * bucket, np.float32)
-        padded[: values.size] = np.abs(values)
-        scales = padded.reshape(-1, bucket).max(1)
+        scales = rows_of(np.abs(values), bucket).max(1)
     return np.where(scales < _LEAST_NORMAL, np.float32(0), scales)
 
 

@@ -30,10 +30,6 @@ class Natural(Method):
     draws = unbiased = contraction = True
     cuda = CudaMethod("octaves", Levels(254, 255, GIVEN, 0))
 
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return numbers between 0 and twice each value; see ``Method``."""
-        return np.minimum(0, 2 * values), np.maximum(0, 2 * values)
-
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the packed codes, four in each word."""
         return 4 * count_words(math.prod(shape), 255)

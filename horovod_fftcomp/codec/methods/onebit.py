@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_scales
 from horovod_fftcomp.codec.methods.signs import SignMethod, add_signs, subtract_signs
 from horovod_fftcomp.codec.methods.sums import sums_of_rows
+from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array, Shape
 
 
@@ -24,11 +26,10 @@ class OneBit(SignMethod):
     spec_name = "OneBit"
     error_feedback = contraction = True
     cuda = CudaMethod("means")
-    group: str = "tensor"
+    group: Literal["tensor", "column"] = "tensor"
 
     def __post_init__(self) -> None:
-        if self.group not in ("tensor", "column"):
-            raise ValueError(f"group must be one of tensor, column; got {self.group!r}")
+        check_choice("group", self.group, ("tensor", "column"))
 
     def row_length(self, shape: Shape) -> int:
         """Return the number of elements that share means; see ``SignMethod``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from horovod_fftcomp.codec.methods.base import (
     checked_scales,
 )
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.errors import check_choice, check_whole
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.radix import L2, LARGEST, Levels, count_words
 
@@ -34,20 +36,12 @@ class QSGD(Method):
     draws = unbiased = True
     levels: int = 7
     bucket: int = 1024
-    norm: str = "max"
+    norm: Literal["max", "l2"] = "max"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.levels) or not 1 <= self.levels <= 2047:
-            raise ValueError(
-                f"levels must be a whole number from 1 to 2047, got {self.levels!r}; "
-                "7 take 4 bits a value"
-            )
-        if not is_whole(self.bucket) or self.bucket not in BUCKETS:
-            raise ValueError(
-                f"bucket must be one of {', '.join(map(str, BUCKETS))}; got {self.bucket!r}"
-            )
-        if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be one of max, l2; got {self.norm!r}")
+        check_whole("levels", self.levels, 1, 2047, "; 7 take 4 bits a value")
+        check_choice("bucket", self.bucket, BUCKETS)
+        check_choice("norm", self.norm, ("max", "l2"))
 
     @property
     def is_noisy(self) -> bool:
@@ -67,14 +61,6 @@ class QSGD(Method):
     def cuda(self) -> CudaMethod | None:
         """Description for the CUDA kernels."""
         return CudaMethod("norms" if self.norm == "l2" else "peaks", self.grid())
-
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the values and, to either side, a step of their bucket; see ``Method``."""
-        rows = np.zeros((self._n_buckets(values.shape), self.bucket))
-        rows.reshape(-1)[: values.size] = values
-        norms = np.linalg.norm(rows, 2 if self.norm == "l2" else np.inf, axis=1)
-        steps = np.repeat(norms, self.bucket)[: values.size] / self.levels
-        return values - steps, values + steps
 
     def grid(self) -> Levels:
         """Return the quantization grid: ``levels`` on either side of 0."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from horovod_fftcomp.codec.methods.base import CudaMethod
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.types import Array, Shape
@@ -23,12 +21,6 @@ class Sign(ScaledSign):
     error_feedback = contraction = False
     draws = True
     cuda = CudaMethod("votes")
-
-    def decoded_range(self, values: Array) -> tuple[Array, Array]:
-        """Return the signs of the float32 values, or zeros if all are 0; see ``Method``."""
-        narrow = values.astype(np.float32)
-        least, largest = np.where(narrow <= 0, -1.0, 1.0), np.where(narrow < 0, -1.0, 1.0)
-        return least * values.any(), largest * values.any()
 
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(sums.any())

@@ -27,6 +27,13 @@ def ordered_sum(values: Array) -> float:
     return float(sums_of_rows(values, np.zeros(values.size, np.int64), 1)[0])
 
 
+def rows_of(values: Array, length: int) -> Array:
+    """Return ``values`` in rows of this length, with zeros at the end."""
+    padded = np.zeros(-(-values.size // length) * length, values.dtype)
+    padded[: values.size] = values
+    return padded.reshape(-1, length)
+
+
 def lane_sums(values: Array, length: int) -> Array:
     """Return the sums of consecutive pieces of ``length`` float64 values, in a fixed order.
 
@@ -34,11 +41,9 @@ def lane_sums(values: Array, length: int) -> Array:
     added to the lower half until one remains. ``length`` is a multiple of 64; the last piece may be
     shorter.
     """
-    pieces = -(-values.size // length)
-    padded = np.zeros(pieces * length)
-    padded[: values.size] = values
-    lanes = np.zeros((pieces, LANES))
-    for row in padded.reshape(pieces, length // LANES, LANES).swapaxes(0, 1):
+    rows = rows_of(values, length)
+    lanes = np.zeros((len(rows), LANES))
+    for row in rows.reshape(len(rows), length // LANES, LANES).swapaxes(0, 1):
         lanes += row
     width = LANES // 2
     while width:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from horovod_fftcomp.codec.methods.levels import OneScale
 from horovod_fftcomp.codec.methods.sums import moments, ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
+from horovod_fftcomp.errors import check_choice
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
@@ -28,14 +30,13 @@ class TernGrad(OneScale):
 
     spec_name = "TernGrad"
     clip: float = 2.5
-    packing: str = "base3"
+    packing: Literal["base3", "bits"] = "base3"
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip < math.inf:
             raise ValueError(f"clip must be 0 (never) or more, got {self.clip!r}; 2.5 is usual")
         object.__setattr__(self, "clip", float(self.clip))
-        if self.packing not in ("base3", "bits"):
-            raise ValueError(f"packing must be one of base3, bits; got {self.packing!r}")
+        check_choice("packing", self.packing, ("base3", "bits"))
 
     def grid(self) -> Levels:
         """Return the quantization grid: -1, 0 and 1 times the scale."""

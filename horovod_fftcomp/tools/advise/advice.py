@@ -6,11 +6,13 @@ Codecs are timed by running the exchanges of a training in this process, without
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +20,9 @@ import numpy as np
 from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.engine.buckets import Bucket, decided_states, make_buckets
 from horovod_fftcomp.engine.checkpoint import common
+from horovod_fftcomp.engine.drive import drive
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
-from horovod_fftcomp.engine.recipe_text import parse_recipes
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipes
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Tensor
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
@@ -33,7 +36,6 @@ from horovod_fftcomp.tools.advise.cost_model import (
     spread,
     step_time,
 )
-from horovod_fftcomp.tools.advise.losses import LOSSES
 from horovod_fftcomp.tools.bench.sessions import of_usual_step
 from horovod_fftcomp.types import Array, Arrays, OldState
 
@@ -42,6 +44,10 @@ _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the
 ACCURACY = 0.2
 # Of a step of one gradient, and of the loss: what has more is not worth a few per cent of time.
 _MOST_ERROR, _MOST_LOSS = 0.9, 0.05
+# Losses of language models by recipe, as shares of that of uncompressed training with the same
+# optimizer; of several trainings that of the largest change. Written by ``python
+# benchmarks/language_model.py --report`` from benchmarks/results/language_model.md.
+LOSSES = json.loads((Path(__file__).parent / "losses.json").read_text("utf-8"))
 _FEW, _MORE = 2, 6  # numbers of ranks to decode, whose difference is the time for each rank
 # A usual step: without a measurement or a trial, and led by the rank that is timed.
 _USUAL_STEP = 6 * _FEW * _MORE
@@ -91,17 +97,13 @@ def dense(tensors: Sequence[Tensor]) -> Option:
 
 
 def compressed(
-    label: str,
-    recipe: str,
-    options: Mapping[str, Any],
-    tensors: Sequence[Tensor],
-    grads: Mapping[str, Array],
-    repeat: int,
+    choice: RecipeChoice, tensors: Sequence[Tensor], grads: Mapping[str, Array], repeat: int
 ) -> Option:
     """Return the option of a recipe; its codecs are timed ``repeat`` times.
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
+    label, recipe, options = choice
     policy = make_policy(recipe, **of_usual_step(recipe, options))
     buckets = make_buckets(tensors, policy)
     decides = policy if policy.in_force().get("exchange") == "auto" else None
@@ -118,14 +120,14 @@ def compressed(
     chosen = _chosen(buckets, gradients)
     # Of buckets that are alike one is timed.
     kinds = [
-        (tuple(tensor.shape for tensor in bucket.tensors), *map(id, values), id(choice or None))
-        for bucket, values, choice in zip(buckets, gradients, chosen, strict=True)
+        (tuple(tensor.shape for tensor in bucket.tensors), *map(id, values), id(state or None))
+        for bucket, values, state in zip(buckets, gradients, chosen, strict=True)
     ]
     found: dict[object, tuple[Transfer, float, float, float]] = {}
-    for bucket, values, choice, kind in zip(buckets, gradients, chosen, kinds, strict=True):
+    for bucket, values, state, kind in zip(buckets, gradients, chosen, kinds, strict=True):
         if kind not in found:
             times = repeat * min(_MOST_ALIKE, kinds.count(kind))
-            found[kind] = _measured(bucket, values, choice, decides, times)
+            found[kind] = _measured(bucket, values, state, decides, times)
         part, varies, lost, all_of_it = found[kind]
         parts.append(replace(part, ready=max(ready[tensor.name] for tensor in bucket.tensors)))
         spreads.append(varies)
@@ -217,34 +219,35 @@ def _timed(
     """Return (messages and median times of a bucket in a usual step; their spread)."""
     scheme = bucket.policy.at(_USUAL_STEP)
     state = folded(scheme, bucket.tensors, _run(bucket, grads, chosen, 0, 1, []).state)
-    few, more = (_usual(bucket, grads, state, ranks, repeat) for ranks in (_FEW, _MORE))
-    (few_s, decode_s), (more_s, decode_more_s) = (
-        (
-            statistics.median(run.encode_s for run in runs),
-            statistics.median(run.decode_s for run in runs),
-        )
-        for runs in (few, more)
-    )
-    messages, encode_s, divided_s, each_s = few[0].messages, (few_s + more_s) / 2, 0.0, 0.0
+    messages, few_s, decode_s, varies = _usual(bucket, grads, state, _FEW, repeat)
+    _, more_s, decode_more_s, _ = _usual(bucket, grads, state, _MORE, repeat)
+    encode_s, divided_s, each_s = (few_s + more_s) / 2, 0.0, 0.0
     if scheme.rounds[-2:-1] == ("alltoall",):
         divided_s = max(0.0, few_s - more_s) / (1 / _FEW - 1 / _MORE)
         encode_s = more_s - divided_s / _MORE
     elif messages[-1].collective == "allgather":  # else there is one sum, of however many
         each_s = max(0.0, decode_more_s - decode_s) / (_MORE - _FEW)
         decode_s -= _FEW * each_s
-    varies = spread([run.encode_s + run.decode_s for run in few])
     times = (max(0.0, encode_s), max(0.0, decode_s), each_s, divided_s)
     return Transfer(1.0, messages, *times), varies
 
 
-def _usual(bucket: Bucket, grads: Arrays, state: OldState, ranks: int, repeat: int) -> list[_Run]:
-    """Return runs of a usual step after a first one, each with the second residual of the last."""
+def _usual(
+    bucket: Bucket, grads: Arrays, state: OldState, ranks: int, repeat: int
+) -> tuple[tuple[Message, ...], float, float, float]:
+    """Return (messages, median times to encode and to decode, spread) of usual steps.
+
+    After a first one that is not counted; each has the second residual of the last.
+    """
     others = _other_owners(bucket, grads, state, ranks)
     runs: list[_Run] = []
     for _ in range(repeat + 1):
         runs.append(_run(bucket, grads, state, _USUAL_STEP, ranks, others))
         state = {**state, **runs[-1].state}
-    return runs[1:]
+    encode_s = statistics.median(run.encode_s for run in runs[1:])
+    decode_s = statistics.median(run.decode_s for run in runs[1:])
+    varies = spread([run.encode_s + run.decode_s for run in runs[1:]])
+    return runs[0].messages, encode_s, decode_s, varies
 
 
 def _lost(bucket: Bucket, grads: Sequence[Array], chosen: OldState) -> tuple[float, float]:
@@ -272,26 +275,27 @@ def _run(
     ``others``: second messages of the other owners in a sharded exchange.
     The caches are overwritten before each part, as by the forward and backward pass of a training.
     """
-    np.empty(_CACHES_NBYTES, np.uint8).fill(1)
-    scheme = bucket.policy.at(step)
-    exchange = scheme.exchange(bucket.tensors, grads, state, Context(step, 0, ranks))
-    messages, times = [], []
-    begin = time.perf_counter()
-    round_ = next(exchange)
-    while True:
-        times.append(time.perf_counter() - begin)
+    messages: list[Message] = []
+    encode_s, begin = 0.0, 0.0
+
+    def network(round_: Round) -> Array:
+        nonlocal encode_s, begin
+        encode_s += time.perf_counter() - begin
         messages.append(_message(round_, ranks, others))
         output = _output(round_, ranks, others)
         np.empty(_CACHES_NBYTES, np.uint8).fill(1)
         begin = time.perf_counter()
-        try:
-            round_ = exchange.send(output)
-        except StopIteration as stop:
-            decode_s = time.perf_counter() - begin
-            outcome = stop.value
-            own = {kind: outcome.state.get(kind, {}) for kind in (SHARD_RESIDUAL, SHARD_BEGIN)}
-            kept = outcome.state if step == 0 else own
-            return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
+        return output
+
+    np.empty(_CACHES_NBYTES, np.uint8).fill(1)
+    scheme = bucket.policy.at(step)
+    exchange = scheme.exchange(bucket.tensors, grads, state, Context(step, 0, ranks))
+    begin = time.perf_counter()
+    sums, kept = drive(exchange, network)[:2]
+    decode_s = time.perf_counter() - begin
+    if step:
+        kept = {kind: kept.get(kind, {}) for kind in (SHARD_RESIDUAL, SHARD_BEGIN)}
+    return _Run(tuple(messages), encode_s, decode_s, sums, kept)
 
 
 def _other_owners(bucket: Bucket, grads: Arrays, state: OldState, ranks: int) -> list[Array]:
@@ -497,12 +501,3 @@ def compute_of(
         longer = step_time(compute, option.parts, network, ranks).total_s > step_s
         low, high = (low, middle) if longer else (middle, high)
     return Compute(low, spare_core)
-
-
-def powers_of_two(first: int, last: int) -> Iterator[int]:
-    """Yield ``first``, its doubles below ``last``, and ``last``."""
-    ranks = first
-    while ranks < last:
-        yield ranks
-        ranks *= 2
-    yield last

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from horovod_fftcomp.schemes import received
+
 CYCLE_S = 1e-3  # Horovod's default cycle, in which it looks for work once
 
 
@@ -117,14 +119,9 @@ def fitted_network(
     return Network(reduce, line("allgather", p - 1, p - 1), cycle_s, tuple(times_s), p)
 
 
-def received_nbytes(collective: str, nbytes: int, ranks: int) -> float:
-    """Return the bytes that a rank receives in a ring, of an allreduce or an allgather."""
-    return (ranks - 1) * nbytes * (2 / ranks if collective == "allreduce" else 1)
-
-
 def speed(collective: str, nbytes: int, ranks: int, seconds: float) -> str:
     """Return a measured collective's bandwidth in words: bytes that a rank receives, over time."""
-    gbit_per_s = 8e-9 * received_nbytes(collective, nbytes, ranks) / seconds
+    gbit_per_s = 8e-9 * received(collective, nbytes, ranks) / seconds
     each = " from each" if collective == "allgather" else ""
     return (
         f"{gbit_per_s:.3g} Gbit/s received by a rank ({1e3 * seconds:.3g} ms for an {collective} "
@@ -219,7 +216,7 @@ def step_time(
     """
     order = sorted((part.on(ranks) for part in parts), key=lambda part: part.ready)
     encoded, computed = _encoded(compute, order)
-    network_free, exchange_s, received = 0.0, 0.0, [0.0] * len(order)
+    network_free, exchange_s, arrived = 0.0, 0.0, [0.0] * len(order)
     waiting = [(at, number, 0) for number, at in enumerate(encoded)]  # (since, part, its round)
     while waiting:
         waiting.sort()
@@ -237,9 +234,9 @@ def step_time(
             if round_ + 1 < len(order[number].messages):
                 waiting.append((network_free, number, round_ + 1))
             else:
-                received[number] = network_free
+                arrived[number] = network_free
     now, decode_s = computed, 0.0
-    for part, at in sorted(zip(order, received, strict=True), key=lambda pair: pair[1]):
+    for part, at in sorted(zip(order, arrived, strict=True), key=lambda pair: pair[1]):
         taken = part.decode_s + ranks * part.decode_each_s
         now = max(now, at) + taken
         decode_s += taken

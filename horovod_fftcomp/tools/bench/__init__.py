@@ -5,18 +5,16 @@ Gradients come from ``tools.gradient_files``; the tables are made in ``cli.bench
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.codec.transforms import energy_of
-from horovod_fftcomp.kernels.threads import get_num_threads
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits  # noqa: F401
 from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session  # noqa: F401
 from horovod_fftcomp.tools.gradient_files import History
@@ -48,7 +46,7 @@ def measure(
         session.advance(grads[0])
         tick()
     samples: list[Samples] = [{} for _ in sessions]
-    sums = [_ErrorSums() for _ in sessions]
+    errors: list[list[dict[str, float]]] = [[] for _ in sessions]
     copied = np.empty_like(grads[0])
     for grad in measured:
         rounds, in_a_row = schedule(history, repeat)
@@ -60,12 +58,12 @@ def measure(
                     for what, time_s in {"memcpy": seconds, **_time_once(session, grad)}.items():
                         taken.setdefault(what, []).append(time_s)
                 tick()
-        for session, total in zip(sessions, sums, strict=True):
-            total.add(session, grad)
+        for session, found in zip(sessions, errors, strict=True):
+            found.append(_errors(session, grad))
     memcpy_s = statistics.median(itertools.chain(*(taken["memcpy"] for taken in samples)))
     return [
-        _measurement(session, grads[0].size, memcpy_s, total, taken)
-        for session, total, taken in zip(sessions, sums, samples, strict=True)
+        _measurement(session, grads[0].size, memcpy_s, found, taken)
+        for session, found, taken in zip(sessions, errors, samples, strict=True)
     ]
 
 
@@ -111,62 +109,37 @@ def _seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 def memcpy(target: Array, source: Array) -> None:
     """Copy ``source`` into ``target`` with as many threads as the kernels have."""
-    parts = max(1, min(get_num_threads(), source.size // _LEAST_COPIED))
-    if parts == 1:
-        np.copyto(target, source)
-        return
-    bounds = [source.size * part // parts for part in range(parts + 1)]
-    shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    copies = [_pool(parts).submit(np.copyto, target[s], source[s]) for s in shares]
-    for copy in copies:
-        copy.result()
+    parts = threads.ranges(source.size, _LEAST_COPIED)
+    threads.each(np.copyto, [(target[begin:end], source[begin:end]) for begin, end in parts])
 
 
-@functools.cache
-def _pool(n_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n_threads, "fftcomp-memcpy")
-
-
-class _ErrorSums:
-    """Sums of squares over the steps of one session."""
-
-    def __init__(self) -> None:
-        self.energy = self.decoded = self.error = 0.0
-        self.feedback_energy = self.feedback_error = 0.0
-
-    def add(self, session: Session, grad: Array) -> None:
-        """Add energies and errors of ``grad``, without and with feedback; advances the session."""
-        decoded = session.alone(grad)
-        self.energy += energy_of(grad)
-        self.decoded += energy_of(decoded)
-        self.error += energy_of(grad - decoded)
-        if session.has_feedback:
-            self.feedback_energy += energy_of(grad + session.residual())
-            session.advance(grad)
-            self.feedback_error += energy_of(session.residual())
+def _errors(session: Session, grad: Array) -> dict[str, float]:
+    """Return the energies of a step that ``Measurement`` has sums of; advances the session."""
+    decoded = session.alone(grad)
+    found = {
+        "energy": energy_of(grad),
+        "decoded_energy": energy_of(decoded),
+        "error_energy": energy_of(grad - decoded),
+    }
+    if session.has_feedback:
+        found["feedback_energy"] = energy_of(grad + session.residual())
+        session.advance(grad)
+        found["feedback_error_energy"] = energy_of(session.residual())
+    return found
 
 
 def _measurement(
-    session: Session, numel: int, memcpy_s: float, sums: _ErrorSums, samples: Samples
+    session: Session,
+    numel: int,
+    memcpy_s: float,
+    errors: Sequence[Mapping[str, float]],
+    samples: Samples,
 ) -> Measurement:
+    found: dict[str, Any] = {f"{what}_s": statistics.median(own) for what, own in samples.items()}
+    found |= {name: sum(one[name] for one in errors) for name in errors[0]}
+    found |= {"memcpy_s": memcpy_s, "samples_s": samples}
     plan: Plan | None = getattr(session, "plan", None)
-    has_positions = plan is not None and plan.positions.nbytes > 0
-    medians = {what: statistics.median(taken) for what, taken in samples.items()}
-    return Measurement(
-        label=session.label,
-        numel=numel,
-        sent_nbytes=session.sent_nbytes,
-        memcpy_s=memcpy_s,
-        encode_s=medians["encode"],
-        feedback_s=medians.get("feedback"),
-        decode_s=medians["decode"],
-        energy=sums.energy,
-        decoded_energy=sums.decoded,
-        error_energy=sums.error,
-        feedback_energy=sums.feedback_energy if session.has_feedback else None,
-        feedback_error_energy=sums.feedback_error if session.has_feedback else None,
-        k=plan.k if plan and has_positions else 0,
-        positions_nbytes=plan.positions.nbytes if plan else 0,
-        entropy_bits=entropy_bits(plan.n_bins, plan.k) if plan and has_positions else 0.0,
-        samples_s=samples,
-    )
+    if plan is not None and plan.positions.nbytes > 0:
+        found |= {"k": plan.k, "positions_nbytes": plan.positions.nbytes}
+        found["entropy_bits"] = entropy_bits(plan.n_bins, plan.k)
+    return Measurement(label=session.label, numel=numel, sent_nbytes=session.sent_nbytes, **found)

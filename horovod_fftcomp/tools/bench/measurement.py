@@ -10,7 +10,7 @@ from collections.abc import Sequence
 Samples = dict[str, list[float]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
     """Measurement of a compressor on one tensor, or the sum over several tensors.
 
@@ -26,13 +26,13 @@ class Measurement:
     sent_nbytes: int
     memcpy_s: float
     encode_s: float
-    feedback_s: float | None
+    feedback_s: float | None = None
     decode_s: float
     energy: float
     decoded_energy: float
     error_energy: float
-    feedback_energy: float | None
-    feedback_error_energy: float | None
+    feedback_energy: float | None = None
+    feedback_error_energy: float | None = None
     k: int = 0
     positions_nbytes: int = 0
     entropy_bits: float = 0.0

@@ -68,9 +68,9 @@ class RecipeSession:
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(policy.in_force().get("error_feedback"))
-        off: dict[str, object] = {"error_feedback": False} if self.has_feedback else {}
-        if self.has_feedback:  # there is no residual to decay or to filter
-            off |= dict.fromkeys({"decay", "beta"} & set(options), 1.0)
+        off: dict[str, object] = {}
+        if self.has_feedback:  # without it there is no residual to decay or to filter
+            off = {"error_feedback": False, **dict.fromkeys({"decay", "beta"} & set(options), 1.0)}
         plain = make_policy(recipe, **{**options, **off})
         self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
@@ -79,7 +79,7 @@ class RecipeSession:
         self._known = decided_states([Bucket((tensor,), plain)], 0, lambda _: found).get(0, found)
         self._state: OldState = self._known
         self._n_ranks = 2
-        first = next(self._exchange(self._plain, other_grad, self._known))
+        first = next(self._exchange(other_grad, self._plain, self._known))
         if first.divided or first.collective == "alltoall":
             self._n_ranks = 1
         sent = self._sent_by_the_other(other_grad)
@@ -104,14 +104,13 @@ class RecipeSession:
             sent.append(round_.data)
             return _completed(round_, round_.data if self._n_ranks > 1 else None)
 
-        drive(self._exchange(self._plain, grad, self._known), network)
+        drive(self._exchange(grad, self._plain, self._known), network)
         return sent
 
     def encode(self, grad: Array, feedback: bool) -> tuple[Exchange, Round]:
         """Return the exchange of ``grad`` with the second rank, and its last round."""
-        if feedback:
-            return _start(self._exchange(self.scheme, grad, self._state), self._others)
-        return _start(self._exchange(self._plain, grad, self._known), self._others)
+        how = (self.scheme, self._state) if feedback else (self._plain, self._known)
+        return _start(self._exchange(grad, *how), self._others)
 
     def collect(self, message: tuple[Exchange, Round]) -> tuple[Exchange, Array]:
         """Return the exchange and the output of its last collective."""
@@ -140,7 +139,7 @@ class RecipeSession:
         """Return the residual, flat float32."""
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
-    def _exchange(self, scheme: Scheme, grad: Array, state: OldState) -> Exchange:
+    def _exchange(self, grad: Array, scheme: Scheme, state: OldState) -> Exchange:
         context = Context(_USUAL_STEP, 0, self._n_ranks)
         return scheme.exchange([self._tensor], [grad], state, context)
 

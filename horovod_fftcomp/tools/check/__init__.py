@@ -1,17 +1,29 @@
-"""Checks of an installation in one process; those of a job are in the adapters."""
+"""Checks of an installation in one process, and their findings; those of a job are in adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from horovod_fftcomp.tools.check import frameworks, kernels, packages
-from horovod_fftcomp.tools.check.finding import Finding, Level, told
-
-__all__ = ["Finding", "Level", "findings", "told"]
+import enum
+from typing import NamedTuple
 
 
-def findings() -> Iterator[Finding]:
-    """Yield the findings of this process, in the order of the report."""
-    yield from packages.findings()
-    yield from kernels.findings()
-    yield from frameworks.findings()
+class Level(enum.Enum):
+    """Severity of a finding; the value is its text in the report."""
+
+    OK = "OK"
+    ABSENT = "-"  # not there, and not needed
+    WARNING = "warning"
+    FAIL = "FAIL"
+
+
+class Finding(NamedTuple):
+    """Result of the check of ``topic``; ``remedy``: what to do if something is wrong."""
+
+    topic: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+def told(error: BaseException) -> str:
+    """Return an exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
 _TIMEOUT_S = 120  # a first import from a network's file system
@@ -41,13 +41,6 @@ _REBUILD = (
 )
 
 
-class _Answer(NamedTuple):
-    """Answer of a process: the JSON value that it printed, or an error."""
-
-    value: Any
-    error: str
-
-
 def findings() -> Iterator[Finding]:
     """Yield the GPUs that PyTorch sees and the backends of Horovod, if both are installed."""
     if importlib.util.find_spec("torch") is None:
@@ -60,21 +53,21 @@ def findings() -> Iterator[Finding]:
 
 
 def _gpus() -> Finding:
-    answer = _ask(_ASK_TORCH)
-    if answer.error:
+    names, error = _ask(_ASK_TORCH)
+    if error:
         remedy = "reinstall PyTorch: pip install --force-reinstall torch"
-        return Finding("torch runs", Level.FAIL, answer.error, remedy)
-    if not answer.value:
+        return Finding("torch runs", Level.FAIL, error, remedy)
+    if not names:
         return Finding("GPU", Level.ABSENT, "none; gradients are compressed on the CPU")
-    return Finding("GPU", Level.OK, ", ".join(answer.value))
+    return Finding("GPU", Level.OK, ", ".join(names))
 
 
 def _horovod() -> Finding:
-    answer = _ask(_ASK_HOROVOD)
-    if answer.error:
-        return Finding("horovod.torch", Level.FAIL, answer.error, _REBUILD)
-    built = [name for name, there in answer.value.items() if there]
-    missing = [name for name, there in answer.value.items() if not there]
+    backends, error = _ask(_ASK_HOROVOD)
+    if error:
+        return Finding("horovod.torch", Level.FAIL, error, _REBUILD)
+    built = [name for name, there in backends.items() if there]
+    missing = [name for name, there in backends.items() if not there]
     found = f"built with {', '.join(built) or 'nothing'}; without {', '.join(missing) or 'nothing'}"
     if {"MPI", "Gloo"} & set(built):
         return Finding("horovod.torch", Level.OK, found)
@@ -84,28 +77,31 @@ def _horovod() -> Finding:
 def _one_process() -> Finding:
     """Return whether ``hvd.init()`` works without a launcher, where MPI may end the process."""
     topic = "one process"
-    answer = _ask(_INITIALIZE, "hvd.init()")
-    if not answer.error:
+    _, error = _ask(_INITIALIZE, "hvd.init()")
+    if not error:
         return Finding(topic, Level.OK, "hvd.init() works without a launcher")
     remedy = "start scripts by horovodrun -np 1"
     if list(Path(sys.prefix, "lib").glob("libmpi.so*")):
         remedy = f"export OPAL_PREFIX={sys.prefix}, or make install in a clone; else {remedy}"
-    found = f"hvd.init() does not work without a launcher: {answer.error}"
+    found = f"hvd.init() does not work without a launcher: {error}"
     return Finding(topic, Level.WARNING, found, remedy)
 
 
-def _ask(script: str, what: str = "the import") -> _Answer:
-    """Return the answer that ``script`` prints; ``what``: its name in an error message."""
+def _ask(script: str, what: str = "the import") -> tuple[Any, str]:
+    """Return (the JSON value that a process with ``script`` prints, an error or "").
+
+    ``what``: its name in an error.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return _Answer(None, f"{what} did not end in {_TIMEOUT_S} s")
+        return None, f"{what} did not end in {_TIMEOUT_S} s"
     for line in done.stdout.splitlines():
         if line.startswith(_MARK) and done.returncode == 0:
-            return _Answer(json.loads(line.removeprefix(_MARK)), "")
+            return json.loads(line.removeprefix(_MARK)), ""
     last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
     if done.returncode < 0:
-        return _Answer(None, f"{what} ends in {signal.Signals(-done.returncode).name}: {last}")
-    return _Answer(None, last)
+        return None, f"{what} ends in {signal.Signals(-done.returncode).name}: {last}"
+    return None, last

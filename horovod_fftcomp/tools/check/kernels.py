@@ -20,7 +20,7 @@ from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.simulation import simulate
 from horovod_fftcomp.tools import environment
-from horovod_fftcomp.tools.check.finding import Finding, Level, told
+from horovod_fftcomp.tools.check import Finding, Level, told
 from horovod_fftcomp.tools.gradient_files import synthetic
 from horovod_fftcomp.types import Kernels
 from horovod_fftcomp.wire.counter_rng import random_words

@@ -9,43 +9,30 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.tools import environment
+from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun
 from horovod_fftcomp.wire.version import __version__
 
 _OURS = "horovod_fftcomp"
 
 
-class _Package(NamedTuple):
-    """A package: import name, requirement name, and remedy or purpose if it is missing."""
-
-    module: str
-    requirement: str
-    remedy: str = ""
-    purpose: str = ""
-
-
-_PACKAGES = (
-    _Package("numpy", "numpy", remedy="pip install numpy"),
-    _Package("numba", "numba", remedy="pip install numba"),
-    _Package("llvmlite", "llvmlite", remedy="pip install llvmlite"),
-    _Package("torch", "torch", remedy="to train with PyTorch: pip install torch"),
-    _Package(
-        "horovod",
-        "horovod",
-        purpose="to train under horovodrun: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or "
-        "make install in a clone, which patches its build for new compilers",
-    ),
-    _Package("tensorflow", "tensorflow", purpose="to train with TensorFlow"),
-    _Package("mpi4py", "mpi4py", purpose="for scripts that call MPI themselves"),
-    _Package("cupy", "cupy-cuda12x", purpose="for kernels on a GPU"),
-)
+# By import name: what to do if a package is missing, and what others are for.
+_NEEDED = {name: f"pip install {name}" for name in ("numpy", "numba", "llvmlite")}
+_NEEDED["torch"] = "to train with PyTorch: pip install torch"
+_OPTIONAL = {
+    "horovod": "to train under horovodrun: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or "
+    "make install in a clone, which patches its build for new compilers",
+    "tensorflow": "to train with TensorFlow",
+    "mpi4py": "for scripts that call MPI themselves",
+    "cupy": "for kernels on a GPU",
+}
+_REQUIREMENTS = {"cupy": "cupy-cuda12x"}  # where they have other names
 
 
 def findings() -> Iterator[Finding]:
@@ -54,17 +41,14 @@ def findings() -> Iterator[Finding]:
     yield _ours()
     ranges = tested_ranges()
     unused = "horovod" if is_torchrun() else ""
-    yield from (_version(each, ranges) for each in _PACKAGES if each.module != unused)
+    yield from (_version(each, ranges) for each in (*_NEEDED, *_OPTIONAL) if each != unused)
     if importlib.util.find_spec("tensorflow") is not None:
         yield _keras()
 
 
 def tested_ranges() -> dict[str, str]:
     """Return the requirements of this package, extras included: name -> range of versions."""
-    try:
-        required = metadata.requires(_OURS) or []
-    except metadata.PackageNotFoundError:
-        return {}
+    required = environment.known(metadata.requires, _OURS) or []
     return {one.name: str(one.specifier) for one in map(Requirement, required)}
 
 
@@ -78,10 +62,7 @@ def is_within(version: str, versions: str) -> bool:
 
 
 def _python() -> Finding:
-    try:
-        required = metadata.metadata(_OURS)["Requires-Python"] or ""
-    except metadata.PackageNotFoundError:
-        required = ""
+    required = (environment.known(metadata.metadata, _OURS) or {}).get("Requires-Python") or ""
     found = f"{platform.python_version()} ({sys.executable})"
     if is_within(".".join(map(str, sys.version_info[:3])), required):
         return Finding("Python", Level.OK, found)
@@ -91,39 +72,33 @@ def _python() -> Finding:
 def _ours() -> Finding:
     found = f"{__version__} from {Path(__file__).resolve().parents[2]}"
     remedy = "pip install . in the clone; it also records the tested versions of the other packages"
-    try:
-        installed = metadata.version(_OURS)
-    except metadata.PackageNotFoundError:
+    installed = environment.known(metadata.version, _OURS)
+    if installed is None:
         return Finding(_OURS, Level.WARNING, f"{found}, not installed", remedy)
     if installed != __version__:
         return Finding(_OURS, Level.WARNING, f"{found}; {installed} is installed", remedy)
     return Finding(_OURS, Level.OK, found)
 
 
-def _version(package: _Package, ranges: Mapping[str, str]) -> Finding:
-    topic = package.module
-    if importlib.util.find_spec(package.module) is None:
-        if package.remedy:
-            return Finding(topic, Level.WARNING, "not installed", package.remedy)
-        return Finding(topic, Level.ABSENT, f"not installed; {package.purpose}")
-    version = installed_version(package.module)
-    tested = ranges.get(package.requirement, "")
+def _version(module: str, ranges: Mapping[str, str]) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        if module in _NEEDED:
+            return Finding(module, Level.WARNING, "not installed", _NEEDED[module])
+        return Finding(module, Level.ABSENT, f"not installed; {_OPTIONAL[module]}")
+    version, requirement = installed_version(module), _REQUIREMENTS.get(module, module)
+    tested = ranges.get(requirement, "")
     if version is None:
-        return Finding(topic, Level.WARNING, "has no version", f"pip install {topic}")
+        return Finding(module, Level.WARNING, "has no version", f"pip install {module}")
     if is_within(version, tested):
-        return Finding(topic, Level.OK, version)
-    remedy = f"pip install '{package.requirement}{tested}'"
-    return Finding(topic, Level.WARNING, f"{version}; tested was {tested}", remedy)
+        return Finding(module, Level.OK, version)
+    remedy = f"pip install '{requirement}{tested}'"
+    return Finding(module, Level.WARNING, f"{version}; tested was {tested}", remedy)
 
 
 def installed_version(module: str) -> str | None:
     """Return the version of the package of ``module`` (tensorflow: tensorflow-cpu, ...)."""
-    for name in [module, *metadata.packages_distributions().get(module, [])]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    names = [module, *metadata.packages_distributions().get(module, [])]
+    return next(filter(None, (environment.known(metadata.version, name) for name in names)), None)
 
 
 def _keras() -> Finding:

@@ -6,6 +6,7 @@ nothing, such as a worker that loads data, imports no more than this module and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import secrets
@@ -58,22 +59,12 @@ def follow(settings: RunSettings) -> None:
 
 def _call(settings: RunSettings, target: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """Call the target of a process; report its steps, if it takes any."""
-    reports: list[Any] = []
+    with contextlib.ExitStack() as stack:
 
-    def made(compressor: Any) -> None:
-        if not reports:
+        @functools.cache
+        def report() -> Any:
             command = importlib.import_module("horovod_fftcomp.cli.run")
-            reports.append(command.ScriptReport(settings))
-        reports[0].steps.watch(compressor)
+            return stack.enter_context(command.ScriptReport(settings))
 
-    install(settings.name, settings.options, made)
-    try:
+        install(settings.name, settings.options, lambda made: report().steps.watch(made))
         target(*arguments, **named)
-    except BaseException as error:
-        for report in reports:
-            report.fail(error)
-        raise
-    finally:
-        for report in reports:
-            if report.close():
-                settings.reported.touch()

@@ -98,42 +98,32 @@ class Wrapping:
             if any(given is one for one in self._ours):
                 return plain(*args, **kwargs)  # called by another wrapped function
             _check(f"hvd.{name}", bound.arguments, module)
-            if adapter == "torch":
-                made = self._for_torch(bound.arguments)
-            else:
-                made = self._for_tensorflow(name, bound.arguments)
-            bound.arguments["compression"] = made
+            bound.arguments["compression"] = self._compressor(adapter, name, bound.arguments)
             return plain(*bound.args, **bound.kwargs)
 
         return with_compression
 
-    def _for_torch(self, arguments: dict[str, Any]) -> Any:
-        named = arguments.get("named_parameters")
-        if named is None:  # the names that Horovod gives
-            named = [
-                (f"allreduce.noname.{i}.{j}", parameter)
-                for i, group in enumerate(arguments["optimizer"].param_groups)
-                for j, parameter in enumerate(group["params"])
-            ]
-        else:
-            named = list(named)  # may be an iterator, and Horovod needs it too
-        arguments["named_parameters"] = named
-        return self._compressor("torch", named, arguments)
-
-    def _for_tensorflow(self, name: str, arguments: dict[str, Any]) -> Any:
+    def _compressor(self, adapter: str, name: str, arguments: dict[str, Any]) -> Any:
+        is_tape = name.endswith("GradientTape")
+        if is_tape and self._of_tapes is not None:
+            return self._of_tapes
         # Without a model it binds to the variables that are exchanged first, so not to local ones.
-        if not name.endswith("GradientTape"):
-            return self._compressor("tensorflow", None, arguments)
-        if self._of_tapes is None:
-            self._of_tapes = self._compressor("tensorflow", None, arguments)
-        return self._of_tapes
-
-    def _compressor(self, adapter: str, model: Any, arguments: Mapping[str, Any]) -> Any:
-        factories = importlib.import_module(f"horovod_fftcomp.{adapter}").Compression
-        options = dict(self._options)
+        model, options = None, dict(self._options)
+        if adapter == "torch":
+            named = arguments.get("named_parameters")
+            if named is None:  # the names that Horovod gives
+                named = (
+                    (f"allreduce.noname.{i}.{j}", parameter)
+                    for i, group in enumerate(arguments["optimizer"].param_groups)
+                    for j, parameter in enumerate(group["params"])
+                )
+            model = arguments["named_parameters"] = list(named)  # Horovod needs it too
         if arguments.get("process_set") is not None:
             options["process_set"] = arguments["process_set"]
+        factories = importlib.import_module(f"horovod_fftcomp.{adapter}").Compression
         compressor = getattr(factories, self._recipe)(model, **options)
+        if is_tape:
+            self._of_tapes = compressor
         self._ours.append(compressor)
         self.made(compressor)
         return compressor

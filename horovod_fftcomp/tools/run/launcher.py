@@ -161,17 +161,15 @@ class _Reports:
 
     def take(self, line: str) -> None:
         """Add a line, without its mark."""
-        try:
-            rank, number, count, piece = line.rstrip("\n").split(" ", 3)
-            if int(number) < int(count) and len(piece) != _PIECE:
+        with contextlib.suppress(ValueError):
+            *numbers, piece = line.rstrip("\n").split(" ", 3)
+            rank, number, count = map(int, numbers)
+            if number < count and len(piece) != _PIECE:
                 return  # cut by a launcher
-            pieces = self._pieces.setdefault(int(rank), {})
-            pieces[int(number)] = piece
-            if len(pieces) == int(count):
-                found = json.loads("".join(pieces[number] for number in sorted(pieces)))
-                self.whole[int(rank)] = found
-        except ValueError:
-            return
+            pieces = self._pieces.setdefault(rank, {})
+            pieces[number] = piece
+            if len(pieces) == count:
+                self.whole[rank] = json.loads("".join(pieces[n] for n in sorted(pieces)))
 
 
 def default_launcher() -> list[str]:
