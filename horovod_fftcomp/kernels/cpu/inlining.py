@@ -23,14 +23,8 @@ _IS_AS_EXPECTED = all(hasattr(codegen.JITCodeLibrary, name) for name in (*_REPLA
 _RAISES_TYPE_ERROR = ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 
 
-class _Part(codegen.JITCodeLibrary):
-    """Code of a function, which is optimized as a part of kernels alone."""
-
-    def _optimize_functions(self, module: Any) -> None:
-        module.data_layout = self._codegen._data_layout
-
-    def _optimize_final_module(self) -> None:
-        """Leave the module as it is."""
+class _OptimizedPart(codegen.JITCodeLibrary):
+    """Code of a function, of which machine code is made as a part of kernels alone."""
 
     def _finalize_final_module(self) -> None:
         """Complete the module for ``_get_module_for_linking``, without machine code."""
@@ -43,7 +37,7 @@ class _Part(codegen.JITCodeLibrary):
         return _RAISES_TYPE_ERROR
 
     @property
-    def codegen(self) -> _Part:
+    def codegen(self) -> _OptimizedPart:
         """What Numba tells the environment of machine code to: nothing here needs it."""
         return self
 
@@ -51,34 +45,67 @@ class _Part(codegen.JITCodeLibrary):
         """Do nothing."""
 
 
-@register_pass(mutates_CFG=False, analysis_only=True)
-class _BeginPart(FunctionPass):
-    """Pass after which code is generated into a ``_Part``."""
+class _Part(_OptimizedPart):
+    """Code of a function, which is optimized as a part of kernels alone, too."""
 
-    _name = "begin_part"
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        """Leave the module as it is."""
+
+
+class _Begin(FunctionPass):
+    """Pass after which code is generated into a ``library``."""
+
+    library: type[_OptimizedPart]
 
     def __init__(self) -> None:
         super().__init__()
 
     def run_pass(self, state: Any) -> bool:
         """Create the library that the next passes write to."""
-        state.library = _Part(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
         return False
 
 
-class _PartCompiler(compiler.CompilerBase):
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _BeginPart(_Begin):
+    _name, library = "begin_part", _Part
+
+
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _BeginOptimizedPart(_Begin):
+    _name, library = "begin_optimized_part", _OptimizedPart
+
+
+class _Compiler(compiler.CompilerBase):
     """Compiler of functions that kernels call."""
 
+    first: type[_Begin] = _BeginPart
+
     def define_pipelines(self) -> list[Any]:
-        """Return Numba's passes, and ``_BeginPart``."""
+        """Return Numba's passes, and ``first``."""
         passes = compiler.DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.add_pass_after(_BeginPart, NopythonTypeInference)
+        passes.add_pass_after(self.first, NopythonTypeInference)
         passes.finalize()
         return [passes]
 
 
-def inlined(function: Callable[..., Any]) -> Any:
+class _OptimizingCompiler(_Compiler):
+    first = _BeginOptimizedPart
+
+
+def inlined(function: Callable[..., Any], by: type[_Compiler] = _Compiler) -> Any:
     """Compile a function into the kernels that call it; called from Python it raises TypeError."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    own = {**options, "pipeline_class": _PartCompiler} if _IS_AS_EXPECTED else {}
+    own = {**options, "pipeline_class": by} if _IS_AS_EXPECTED else {}
     return njit(nogil=True, **own)(function)
+
+
+def optimized(function: Callable[..., Any]) -> Any:
+    """Compile as ``inlined`` a function whose loops only become vector code by themselves.
+
+    Within a kernel LLVM may know too little of their arrays, or has too many at once.
+    """
+    return inlined(function, _OptimizingCompiler)

@@ -7,7 +7,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.dense import fold
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import optimized
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GROUP, LANES
@@ -19,7 +19,7 @@ SIGNS = (np.float32(1), np.float32(-1))  # of zeros; see ``_below``
 _U = np.uint32
 
 
-@inlined
+@optimized
 def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
     """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty.
 
@@ -50,7 +50,7 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
         to += width
 
 
-@inlined
+@optimized
 def _count_negative(values, zero):
     count = np.int32(0)
     for i in range(values.size):
@@ -58,7 +58,7 @@ def _count_negative(values, zero):
     return count if zero > _ZERO else np.int32(values.size - count)
 
 
-@inlined
+@optimized
 def _pack(values, words, zero):
     """Write the signs of values, 1 below 0, as many as ``words`` have bits."""
     width = words.size
@@ -75,13 +75,13 @@ def _pack(values, words, zero):
             words[j] = ~words[j]
 
 
-@inlined
+@optimized
 def _below(x, zero):
     """Return whether ``x`` is below 0, or above 0 where ``zero`` is -1: then a bit of 1 is not."""
     return _U(zero * x < _ZERO)
 
 
-@inlined
+@optimized
 def _sides(part, up, down):
     """Write the sum of the values from 0 up to ``up[0]``, of those below 0 to ``down[0]``."""
     up[:], down[:] = 0.0, 0.0
@@ -99,7 +99,7 @@ def _sides(part, up, down):
     fold(down)
 
 
-@inlined
+@optimized
 def subtract_sign_rows(values, sides, length, first, zero):
     """Subtract each value's side of its row; ``first``: the index of the first value."""
     one, other = (0, 1) if zero > _ZERO else (1, 0)
@@ -114,7 +114,7 @@ def subtract_sign_rows(values, sides, length, first, zero):
         at = end
 
 
-@inlined
+@optimized
 def add_sign_groups(total, words, sides, length, first):
     """Add the sides of signs in consecutive groups; ``first``: the index of the first value."""
     bits = np.empty(GROUP + _DIGITS, np.uint32)

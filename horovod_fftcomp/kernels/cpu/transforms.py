@@ -15,7 +15,7 @@ import numpy as np
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import optimized
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import (
     NOTHING,
@@ -63,7 +63,7 @@ def constants_of(block: int, is_dct: bool, back: bool) -> tuple:
     return is_dct, block, np.array(_RADICES[n]), *reals, scale
 
 
-@inlined
+@optimized
 def _passes(src, dst, n, radices, twiddles):
     """Transform n complex values of eight blocks (Stockham); return the address of the result."""
     stride, left = 1, n
@@ -94,7 +94,7 @@ def _passes(src, dst, n, radices, twiddles):
     return src
 
 
-@inlined
+@optimized
 def _places(start, at, length, is_dct):
     """Return (address and stride of the even samples from ``at`` on, and those of the odd ones).
 
@@ -107,7 +107,7 @@ def _places(start, at, length, is_dct):
     return even, COMPLEX_NBYTES, even + VECTOR_NBYTES, COMPLEX_NBYTES
 
 
-@inlined
+@optimized
 def forward_tile(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Transform tiles of eight blocks and add ``addend``; return the peak's bits."""
     n, row = length // 2, 4 * length
@@ -145,7 +145,7 @@ def forward_tile(x, addend, out, is_dct, length, radices, twiddles, splits, turn
     return np.int64(largest(peaks))
 
 
-@inlined
+@optimized
 def forward_tiles(
     x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, buffers
 ):  # fmt: skip
@@ -176,7 +176,7 @@ def forward_tiles(
     return peak
 
 
-@inlined
+@optimized
 def _rotate_all(z, dct, n, turns):
     ends = z + VECTOR_NBYTES  # DC and Nyquist are the DCT's coefficients 0 and N as they are
     c.copy(z, dct)
@@ -187,7 +187,7 @@ def _rotate_all(z, dct, n, turns):
     return dct
 
 
-@inlined
+@optimized
 def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Apply the inverse transform to tiles of eight blocks."""
     n, row = length // 2, 4 * length
@@ -227,7 +227,7 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
 run_inverse = kernel_of(_inverse)
 
 
-@inlined
+@optimized
 def forward_counted(
     x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, buffers,
     low, high, found,
@@ -259,7 +259,7 @@ def forward_counted(
 run_forward_counted = kernel_of(forward_counted)
 
 
-@inlined
+@optimized
 def inverse_of_sum(
     out, first_span, span, bitmaps, codes, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
