@@ -226,8 +226,7 @@ class Compressor:
                 scheme = self._engine.scheme(slot.bucket)
                 exchange = "sharded" if scheme.is_sharded else scheme.rounds[-1]
                 policy = self._buckets[slot.bucket].policy
-                recipe = getattr(policy, "recipe", self._policy.recipe)
-                density = policy.density(self._engine.step)
+                recipe, density = policy.recipe, policy.density(self._engine.step)
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
             rows.append([name, recipe, exchange, shown[0], *_bytes([(shape, sent)]), *shown[1:]])
@@ -467,7 +466,7 @@ class Compressor:
             warn(f"rules: no parameter's name matches {pattern!r}", UserWarning)
         sizes, n_ranks = (settings.min_numel, settings.bucket_nbytes), self._deciding_size()
         buckets = make_buckets(tensors, self._policy, self._rules, *sizes, n_ranks)
-        options = {name for b in buckets for name, _ in getattr(b.policy, "options", ())}
+        options = {name for b in buckets for name, _ in b.policy.options}
         if (unused := options & SECOND) and n_ranks > 1 and not _numbers_of_sharded(buckets):
             warn(
                 f"{', '.join(sorted(unused))} has no effect, since no exchange here is sharded: "

@@ -115,11 +115,12 @@ class StepDriver:
 
     def _record(self, bucket: int, arrived: Mapping[int, Any]) -> None:
         """Copy gradients of a bucket, 1-D float32 by position, if this step is recorded."""
+        if self._recorded is None:
+            return
         for position, grad in arrived.items():
-            if self._recorded is not None and grad is not None:
-                tensor = self._engine.buckets[bucket].tensors[position]
-                values = np.array(on_host(grad, self._engine.device))
-                self._recorded[tensor.name] = values.reshape(tensor.shape)
+            if grad is not None:
+                name, shape = self._engine.buckets[bucket].tensors[position]
+                self._recorded[name] = np.array(on_host(grad, self._engine.device)).reshape(shape)
 
     def _end_record(self, step: int) -> None:
         if self._recorder is not None and self._recorded:

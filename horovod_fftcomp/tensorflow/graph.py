@@ -252,7 +252,7 @@ class TracedStep:
         return outputs
 
     def _sets_of(self, bucket: Bucket) -> rounds.Sets:
-        ranks_per_node = getattr(bucket.policy, "node_size", 1)
+        ranks_per_node = bucket.policy.node_size
         if ranks_per_node == 1:
             return rounds.Sets(self._set)
         rank, layout = self._set.rank(), NodeLayout(ranks_per_node, self._set.size())
@@ -263,7 +263,7 @@ class TracedStep:
 def _kinds(bucket: Bucket) -> list[set[int]]:
     """Return the codes, see ``rounds.exchange``, that are possible in each round of a bucket."""
     possible = bucket.policy.possible_rounds()
-    if getattr(bucket.policy, "node_size", 1) > 1:
+    if bucket.policy.node_size > 1:
         return [set(range(rounds.TO_ALL_INSIDE + 1))] * max(map(len, possible))
     everything = {rounds.NOTHING, rounds.GATHER, rounds.REDUCE_FLOAT32, rounds.REDUCE_FLOAT16}
     kinds = []
