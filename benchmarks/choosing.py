@@ -94,6 +94,16 @@ FEWER_BYTES = 1.5  # with so many times fewer bytes than where it was trained, a
 GBIT_PER_S = (0.1, 0.3, 1, 3, 10, 25)
 RANKS = (2, 8, 32, 128)
 ANSWER_GBIT_PER_S, ANSWER_RANKS = (0.1, 1, 10), 8
+# On GPUs: times of the codecs on an H200, or None: as long as its memory takes for their bytes.
+GPU_RESULT = HERE / "results" / "gpu_first_minutes.json"
+ON_GPUS = {
+    "fp16": None,
+    SHARDED.format(20): None,
+    "fft(exchange=sharded)": "100 M, fft",
+    "topk(exchange=sharded)": "100 M, topk",
+}
+GPU_MODEL = Model("100 M parameters, 100 ms a step", ((1024, 1024),) * 96, 0.1)
+N_NODES, PER_NODE, NODE_GBIT_PER_S = 8, 8, (10, 25, 100)
 
 
 def quality(store: convergence.Store) -> dict[str, tuple[float | None, float | None]]:
@@ -162,7 +172,7 @@ def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) 
 def codec_s(part: Transfer) -> float:
     """Return the seconds that a rank of eight computes for a part of an exchange."""
     there = part.on(8)
-    return there.encode_s + there.decode_s + 8 * there.decode_each_s
+    return there.encode_s + there.decode_s
 
 
 def measure(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +281,50 @@ def limit_rows(
         best = min(found, key=lambda forecast: forecast.time.total_s)
         parts = (f"{1e3 * getattr(best.time, f'{part}_s'):.0f}" for part in PARTS)
         yield [str(ranks), f"`{best.option.label}`", *parts]
+
+
+def on_gpus(option: advice.Option, case: str | None, node_size: int) -> advice.Option:
+    """Return the exchange of GPU_MODEL, made of that of LIMITED, with times of a GPU."""
+    runs = json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]
+    cases = {line["case"]: line for run in runs for line in run["lines"] if "copy_gb_s" in line}
+    dense_nbytes, first = 4 * GPU_MODEL.numel, option.parts[2:]
+    of_kind = cases[case or "100 M, topk"]
+    # Encoding reads the gradients and writes the payload, decoding the other way round.
+    passes = dense_nbytes + option.sent_nbytes * GPU_MODEL.numel / LIMITED.numel
+    bound_s = passes / of_kind["copy_gb_s"] / 1e9
+    encode_s, decode_s = bound_s, bound_s
+    if case is not None:
+        encode_s, decode_s = of_kind["encode_ms"] / 1e3, of_kind["decode_sum_ms"] / 1e3
+    times = GPU_MODEL.numel // LIMITED.numel
+    share = 1 / (times * len(first))
+    parts = [
+        Transfer(
+            (turn + part.ready) / times, part.messages, share * encode_s, share * decode_s,
+            node_size=node_size, dense_nbytes=round(share * dense_nbytes),
+        )
+        for turn in range(times) for part in first
+    ]  # fmt: skip
+    return option._replace(parts=parts)
+
+
+def node_rows(options: Mapping[str, advice.Option]) -> Iterator[list[str]]:
+    """Yield a row for each recipe, without nodes and with them: ms of a step on N_NODES nodes."""
+    none = advice.dense(GPU_MODEL.tensors)
+    rows = [("`none`", none)]
+    for recipe, case in ON_GPUS.items():
+        rows.append((f"`{recipe}`", on_gpus(options[recipe], case, 1)))
+        if recipe != "fp16":
+            by_nodes = on_gpus(options[recipe], case, PER_NODE)
+            rows.append((f"`{recipe}`, `ranks_per_node={PER_NODE}`", by_nodes))
+    for label, option in rows:
+        cells = []
+        for speed in NODE_GBIT_PER_S:
+            network = given_network(speed, LATENCY_S, 0.0, node_size=PER_NODE)
+            compute, ranks = Compute(GPU_MODEL.compute_s), N_NODES * PER_NODE
+            base, found = advice.forecasts([none, option], compute, network, ranks)
+            total_s = found.time.total_s
+            cells.append(f"{1e3 * total_s:.0f} ms ({base.time.total_s / total_s:.1f}x)")
+        yield [label, *cells]
 
 
 def quality_rows(
@@ -412,6 +466,23 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         "the step (exposed: of the exchange).",
         "",
         *table(["ranks", "recipe", *PARTS], limit_rows(result["models"], lost)),
+        "",
+        f"## {N_NODES} nodes of {PER_NODE} GPUs",
+        "",
+        f"Forecast of a step under NCCL, {GPU_MODEL.name}, by the link of a node, and in brackets "
+        "how many times faster than uncompressed; inside a node each GPU sends 300 GB/s (NVLink). "
+        "With [`ranks_per_node`](training.md#several-ranks-on-a-node) a node's bytes pass its link "
+        f"once, and each GPU encodes 1/{PER_NODE} of a bucket. Codecs of `fft` and `topk` take "
+        "what they took on an H200 (sums of 8 payloads; [docs/gpu.md](gpu.md)). Those of `dither` "
+        "and `fp16` were not measured there: a bound, as long as its memory takes to read the "
+        "gradients and write the payload. **No part of this table was measured on several GPUs.** "
+        "`horovod-fftcomp advise --gbit-per-s 25 --ranks 64 --ranks-per-node 8` forecasts nodes of "
+        "CPU ranks ([docs/advise.md](advise.md)).",
+        "",
+        *table(
+            ["recipe", *(f"{speed} Gbit/s" for speed in NODE_GBIT_PER_S)],
+            node_rows(options[LIMITED]),
+        ),
         "",
         "## What each recipe costs in quality",
         "",

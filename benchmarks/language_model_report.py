@@ -160,7 +160,7 @@ def timed_codecs(path: Path, recipes: Iterable[str]) -> dict[str, advice.Option]
 def computed_s(part: Transfer) -> float:
     """Return the seconds that a rank of four computes for a part of an exchange."""
     there = part.on(4)
-    return there.encode_s + there.decode_s + 4 * there.decode_each_s
+    return there.encode_s + there.decode_s
 
 
 def as_option(recipe: str, parts: Iterable[Mapping[str, Any]]) -> advice.Option:

@@ -107,11 +107,12 @@ def plant(monkeypatch, *, none=0.4, bare=0.1, times=(1.0, 1.0), load=0.0, halves
         report = {"tensors": TENSORS, "step_s": step_s, "step_spread": 0.02, "cores": 2}
         return report | {"blocks_s": [step_s * part for part in halves or (1, 1)]}
 
-    def probe(jobs, nbytes, dtypes):
+    def probe(jobs, nbytes, dtypes, node_size):
         asked.append("probe")
         assert nbytes == DENSE_NBYTES
+        kinds = ("allreduce", "allgather", *["inside"] * (node_size > 1))
         messages = [
-            [kind, n, dtype] for kind in ("allreduce", "allgather") for n in (4, nbytes, 10**6)
+            [kind, n, dtype] for kind in kinds for n in (4, nbytes, 10**6)
             for dtype in (dtypes if kind == "allreduce" else ["float32"])
         ]  # fmt: skip
         seconds = [[factor * 1e-6 * m[1] + 1e-3 for m in messages] for factor in times]
@@ -202,7 +203,11 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((*given, "--nodes", "8..2"), "not a range of ranks"),
         ((*given, "--compression", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
-        ((*given, "--compression", "topk:ranks_per_node=2"), "ranks_per_node is not forecast"),
+        ((*given, "--compression", "topk:ranks_per_node=auto"), "must be one number"),
+        ((*given, "--compression", "topk:ranks_per_node=2,fft:ranks_per_node=4"), "one number"),
+        ((*given, "--ranks-per-node", 3), "2 ranks are no whole number of nodes with 3 ranks"),
+        ((*given, "--ranks-per-node", 2, "--compression", "signum"), "signum: ranks_per_node does"),
+        ((*given, "--node-gbit-per-s", 9), "--node-gbit-per-s needs --gbit-per-s"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
         ((*given, "--launcher", "false"), "network could not be measured"),
     ):
@@ -235,6 +240,33 @@ def test_a_given_network_is_enough(capsys, monkeypatch, no_launcher, quiet):
     printed = capsys.readouterr().out
     assert "Forecast of a step on 8 ranks; computing takes 20.0 ms of it" in printed
     assert "topk is expected to make a step" in printed
+
+
+def test_nodes_are_forecast_beside_single_ranks(advise, monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0")
+    network = ["--gbit-per-s", 0.01, "--ranks", 8, "--compute-ms", 5, "--node-gbit-per-s", 8]
+    network += ["--latency-us", 10]
+    both = ["--compression", "topk,topk:ranks_per_node=4"]
+    printed, found = advise(*network, *both)
+    assert "Forecast of a step on 8 ranks in nodes of 4;" in printed
+    assert "Network, given, inside a node: 8 Gbit/s" in printed
+    none, flat, nodes = found["recipes"]
+    dense = 4 * (200 + 30) + 3 * 4  # of each rank, and three probes
+    assert nodes["sent_nbytes"] - dense == (flat["sent_nbytes"] - dense) / 4
+    assert nodes["exchange_s"] < flat["exchange_s"] / 2 < none["exchange_s"] / 2
+    assert nodes["loss"] == flat["loss"]
+    assert found["network"]["inside"] == {"alpha_s": 5e-6, "beta_s": 1e-9}
+    printed, given = advise(*network, "--ranks-per-node", 4, "--compression", "topk")
+    assert "compression=Compression.topk(model, ranks_per_node=4)" in printed
+    assert given["recipes"][1]["options"] == {"ranks_per_node": 4}
+
+
+def test_the_ranks_time_the_inside_of_their_nodes(advise, monkeypatch):
+    plant(monkeypatch)
+    nodes = "--compute-ms", 9, "--ranks-per-node", 2, "-np", 4
+    printed, found = advise(*nodes, "--compression", "topk")
+    assert found["network"]["inside"]["beta_s"] > 0
+    assert "Network, measured, inside a node" in printed
 
 
 @pytest.mark.parametrize(
@@ -335,7 +367,7 @@ def launched(monkeypatch, no_launcher):
         parsed = argparse.Namespace(**given | arguments, record_every=None, fail=raising)
         jobs = Jobs(parsed)
         jobs.run_script(RecipeChoice("none", "none", {}))
-        jobs.probe(4, ["float32"])
+        jobs.probe(4, ["float32"], 1)
         return jobs, started, left
 
     return make
@@ -880,7 +912,7 @@ def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
         measured = [advice.Measured([option], compute, network)]
         found = advice.mean_forecasts(measured, 4)
         best = advice.advise(found)
-        findings = Findings(measured, 4, found, best, times, {}, 0.0, "", False, None)
+        findings = Findings(measured, 4, 1, found, best, times, {}, 0.0, "", False, None)
         print_report(findings, None)
         printed = capsys.readouterr().out
         printed = " ".join(printed.split())

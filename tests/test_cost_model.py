@@ -92,6 +92,18 @@ def test_where_times_were_measured_they_count():
     assert found.seconds(Message("allgather", 1000), 8) == pytest.approx(expected)
 
 
+def test_a_fit_finds_the_inside_of_nodes():
+    """Alltoalls between 4 of 8 ranks, on the lines of which no other size depends."""
+    truth = Network(Line(30e-6, 2e-9), Line(70e-6, 1e-9), inside=Line(5e-6, 1e-10), node_size=4)
+    kinds = (("allreduce", 8), ("allgather", 8), ("inside", 4))
+    times = [(Message(c, n), truth.seconds(Message(c, n), p)) for c, p in kinds for n in (4, 10**7)]
+    found = fitted_network(times, 8, node_size=4)
+    assert found.inside.alpha_s == pytest.approx(5e-6)
+    assert found.inside.beta_s == pytest.approx(1e-10)
+    assert found.node_size == 4
+    assert fitted_network(times, 8).inside is None
+
+
 def test_a_fit_never_has_negative_times():
     messages = [Message(c, n) for c in ("allreduce", "allgather") for n in (4, 1000, 10**6)]
     falling = fitted_network([(m, 1e-2 - 1e-9 * m.nbytes) for m in messages], 2)
@@ -178,12 +190,43 @@ def test_decoding_costs_for_each_rank_and_waits_for_the_backward_pass():
 def test_encoding_that_is_divided_takes_a_share_of_each_rank():
     part = Transfer(1.0, (Message("allreduce", 4),), encode_s=0.001, divided_s=0.012)
     assert [part.on(p).encode_s for p in (2, 6)] == pytest.approx([0.007, 0.003])
-    assert part.on(6).on(6) == part.on(6)
     compute = Compute(0.3, spare_core=False)
     for p in (2, 6):
         assert step_time(compute, [part] * 10, ENDLESS, p).encode_s == pytest.approx(
             10 * (0.001 + 0.012 / p)
         )
+
+
+@pytest.mark.parametrize("messages", [
+    (Message("allgather", 1000),), (Message("allreduce", 500), Message("broadcast", 9)),
+    (Message("alltoall", 1000), Message("divided", 1200)),
+])  # fmt: skip
+def test_nodes_exchange_as_ranks_do_and_divide_the_codec(messages):
+    times = {"encode_s": 0.008, "decode_s": 0.004, "decode_each_s": 0.002, "divided_s": 0.006}
+    flat = Transfer(1.0, messages, **times)
+    nodes = Transfer(1.0, messages, **times, node_size=4, dense_nbytes=40_000)
+    network = given_network(1.0, ALPHA, 0.0, inside_gbit_per_s=100.0, node_size=4)
+    compute = Compute(0.1, spare_core=False)
+    of_ranks = step_time(compute, [flat], given_network(1.0, ALPHA, 0.0), 3)
+    found = step_time(compute, [nodes], network, 12)
+    inside_s = 2 * 3 * (5e-6 + 10_000 * 8e-11)
+    assert found.exchange_s == pytest.approx(of_ranks.exchange_s + inside_s)
+    assert found.encode_s == pytest.approx(of_ranks.encode_s / 4)
+    assert found.decode_s == pytest.approx(of_ranks.decode_s / 4)
+    alone = step_time(compute, [nodes], network, 4)  # one node
+    assert (alone.encode_s, alone.decode_s) == (0.0, 0.0)
+    assert alone.exchange_s == pytest.approx(inside_s)
+
+
+def test_an_alltoall_of_all_ranks_passes_the_link_of_a_node_for_each_of_them():
+    shared = given_network(1.0, 0.0, 0.0, node_size=4)
+    for collective, times in (("alltoall", 4), ("allgather", 1), ("allreduce", 1)):
+        part = Transfer(1.0, (Message(collective, 10**6),))
+        one, each = (
+            step_time(Compute(0.0), [part], network, 8).exchange_s
+            for network in (shared, given_network(1.0, 0.0, 0.0))
+        )
+        assert one == pytest.approx(times * each)
 
 
 def test_rounds_follow_one_another():

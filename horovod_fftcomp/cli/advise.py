@@ -30,6 +30,8 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choices,
 )
 from horovod_fftcomp.cli.console import Stages, write_json
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
@@ -37,6 +39,7 @@ from horovod_fftcomp.tools.advise import advice, doubts, load
 from horovod_fftcomp.tools.advise.advice import Measured, Option
 from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
+    INSIDE_GBIT_PER_S,
     Compute,
     Message,
     Network,
@@ -64,6 +67,7 @@ examples:
   torchrun --nproc-per-node 2 -m horovod_fftcomp advise train.py --epochs 1
   horovod-fftcomp advise --launcher "srun --mpi=pmix" -np 4 train.py
   horovod-fftcomp advise --gbit-per-s 1 --latency-us 50 --ranks 4 --parameters 100M
+  horovod-fftcomp advise --gbit-per-s 25 --ranks 64 --ranks-per-node 8
   horovod-fftcomp advise --gradients g --compute-ms 120 -np 2 --nodes 2..1024
 
 With a script it runs twice, for --steps steps each. docs/advise.md describes the measurements, the
@@ -110,9 +114,13 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     add("--gradients", type=Path, metavar="PATH", help="recorded gradients, instead of a script")
     add("--parameters", type=numel, metavar="N", help="of a usual model, as 100M (default: 6M)")
     add("--compute-ms", type=positive, metavar="MS", help="time of a step without communication")
-    add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a rank's link, if known")
+    add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a node's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
+    told = "compressions without ranks_per_node: give it (docs/training.md)"
+    add("--ranks-per-node", type=count, metavar="N", dest="node_size", help=told)
+    told = "bandwidth of a rank's link inside its node (default: 2400, NVLink, or measured)"
+    add("--node-gbit-per-s", type=positive, metavar="X", help=told)
     add("-np", type=count, metavar="N", help="ranks to start (default: 2, or the launcher's)")
     told = "starts jobs: torchrun, srun, or what takes -np N (default: horovodrun, else torchrun)"
     add("--launcher", type=shlex.split, metavar="COMMAND", help=told)
@@ -121,8 +129,8 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> None:
     """Measure, forecast, print the report and write the files."""
     _check(parsed)
-    parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
     jobs = Jobs(parsed)
+    parsed.recipes = _recipes(parsed, parsed.ranks or jobs.size)
     share = load.share_of_others(load.look()[None])  # other ranks sleep meanwhile, too
     if jobs.rank == 0:
         for doubt in doubts.of_load(share):
@@ -164,8 +172,28 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
-    if any("ranks_per_node" in choice.options for choice in parsed.recipes or ()):
-        parsed.fail("ranks_per_node is not forecast: leave it out of --compression")
+    if parsed.node_gbit_per_s is not None and parsed.gbit_per_s is None:
+        parsed.fail("--node-gbit-per-s needs --gbit-per-s X: it belongs to a given network")
+
+
+def _recipes(parsed: argparse.Namespace, ranks: int) -> list[RecipeChoice]:
+    """Return the compressions to forecast; exit unless their nodes are of one size."""
+    recipes = parsed.recipes or recipe_choices(_RECIPES)
+    if parsed.node_size is not None:
+        given = {"ranks_per_node": parsed.node_size}
+        recipes = [choice._replace(options={**given, **choice.options}) for choice in recipes]
+        for choice in recipes:
+            try:
+                make_policy(choice.name, **choice.options)
+            except UnsupportedError as error:
+                parsed.fail(f"{choice.label}: {error}")
+    sizes = {choice.options.get("ranks_per_node", 1) for choice in recipes} - {1}
+    if len(sizes) > 1 or "auto" in sizes:
+        parsed.fail(f"ranks_per_node must be one number for all compressions, got {sizes}")
+    parsed.node_size = sizes.pop() if sizes else 1
+    if ranks % parsed.node_size:
+        parsed.fail(f"{ranks} ranks are no whole number of nodes with {parsed.node_size} ranks")
+    return recipes
 
 
 class _Model(NamedTuple):
@@ -212,7 +240,7 @@ def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | N
     forecasts = advice.mean_forecasts(measured, ranks)
     best, start = advice.advise(forecasts), (jobs.start(ranks), jobs.is_ddp, parsed.script)
     timed = probed.times, model.steps, probed.load
-    found = Findings(measured, ranks, forecasts, best, *timed, *start)
+    found = Findings(measured, ranks, parsed.node_size, forecasts, best, *timed, *start)
     return found._replace(doubts=[*_doubts(found)])
 
 
@@ -298,16 +326,17 @@ def _probed(parsed: argparse.Namespace, jobs: Jobs, model: _Model, tell: Any) ->
     """Return the network: given, or timed by ``advise_probe`` on the ranks, and their load."""
     if parsed.gbit_per_s is not None:
         latency_s = (parsed.latency_us or 50) / 1e6
-        network = given_network(parsed.gbit_per_s, latency_s, _cycle_s(parsed, jobs))
+        inside = parsed.node_gbit_per_s or INSIDE_GBIT_PER_S, parsed.node_size
+        network = given_network(parsed.gbit_per_s, latency_s, _cycle_s(parsed, jobs), *inside)
         return _Probed([network] * 2, load.share_of_others(load.look()[None]), [])
     tell("the network", _NETWORK)
     dtypes = ["float32", *["float16"] * any(choice.name == "fp16" for choice in parsed.recipes)]
     nbytes = sum(4 * math.prod(tensor.shape) for tensor in model.tensors)
-    found = jobs.probe(nbytes, dtypes)
+    found = jobs.probe(nbytes, dtypes, parsed.node_size)
     messages = [Message(*message) for message in found["messages"]]
+    sizes = jobs.size, _cycle_s(parsed, jobs), parsed.node_size
     networks = [
-        fitted_network([*zip(messages, times, strict=True)], jobs.size, _cycle_s(parsed, jobs))
-        for times in found["times"]
+        fitted_network([*zip(messages, times, strict=True)], *sizes) for times in found["times"]
     ]
     means = [statistics.fmean(pair) for pair in zip(*found["times"], strict=True)]
     times = [*zip(messages, means, strict=True)]

@@ -84,9 +84,9 @@ class Jobs:
             )
         return ended.reports[0]
 
-    def probe(self, nbytes: int, dtypes: list[str]) -> dict[str, Any]:
+    def probe(self, nbytes: int, dtypes: list[str], node_size: int) -> dict[str, Any]:
         """Return what ``advise_probe`` reports for gradients of ``nbytes`` in all."""
-        asked = json.dumps([nbytes, dtypes])
+        asked = json.dumps([nbytes, dtypes, node_size])
         command = [sys.executable, "-m", "horovod_fftcomp.cli.advise_probe", asked]
         start, n_ranks = self._next()
         lines: list[str] = []

@@ -22,13 +22,15 @@ _REFUSED = "Nothing is recommended, since the measurements are not to be trusted
 class Findings(NamedTuple):
     """Measurements, forecasts and advice.
 
-    ``times``: measured collectives; ``steps``: measured steps of the script by recipe. Both may be
-    empty. ``load``: share of the cores that other processes used. ``doubts``: why nothing is to be
-    recommended. ``start``: what starts ``horovod-fftcomp`` on ``ranks`` ranks.
+    ``node_size``: ranks of a node, 1 if no recipe knows nodes. ``times``: measured collectives;
+    ``steps``: measured steps of the script by recipe. Both may be empty. ``load``: share of the
+    cores that other processes used. ``doubts``: why nothing is to be recommended. ``start``: what
+    starts ``horovod-fftcomp`` on ``ranks`` ranks.
     """
 
     measured: Sequence[Measured]
     ranks: int
+    node_size: int
     forecasts: list[Forecast]
     advice: Advice
     times: Sequence[tuple[Message, float]]
@@ -63,8 +65,9 @@ def print_report(found: Findings, nodes: Sequence[int] | None) -> None:
 
 def _table(found: Findings) -> Table:
     """Return the forecasts, or only what was measured if there are doubts."""
+    nodes = f" in nodes of {found.node_size}" * (found.node_size > 1)
     title = (
-        f"Forecast of a step on {found.ranks} ranks; computing takes "
+        f"Forecast of a step on {found.ranks} ranks{nodes}; computing takes "
         f"{in_ms(found.forecasts[-1].time.compute_s)} ms of it"
     )
     none = found.forecasts[0]
@@ -111,6 +114,8 @@ def _facts(found: Findings) -> Iterator[str]:
     lines = [("allgather", network.gather, "gathering")]
     if network.reduce != network.gather:
         lines.insert(0, ("allreduce", network.reduce, "summing"))
+    if network.inside and found.node_size > 1:
+        lines.append(("inside", network.inside, "inside a node"))
     for collective, line, what in lines:
         speed = _speed(found, collective, line)
         yield f"Network, {how}, {what}: {speed}, latency {1e6 * line.alpha_s:.0f} us a message."
@@ -130,7 +135,7 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
     """Return the bandwidth in words: of the largest message, if measured; see ``_TOO_FAST``."""
     kind = collective, "float32"
     same = [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]
-    if not same:
+    if not same or collective == "inside":
         return f"{8e-9 / line.beta_s:.3g} Gbit/s"
     nbytes, time_s = max(same)
     if received(collective, nbytes, found.ranks) * line.beta_s < _TOO_FAST * time_s:
@@ -193,7 +198,8 @@ def as_json(found: Findings, nodes: Sequence[int] | None) -> dict[str, Any]:
         "spare_core": measured.compute.spare_core,
         "network": {
             name: {"alpha_s": line.alpha_s, "beta_s": line.beta_s}
-            for name, line in (("reduce", network.reduce), ("gather", network.gather))
+            for name in ("reduce", "gather", "inside")
+            if (line := getattr(network, name))
         },
         "overhead_s": network.overhead_s,
         "probe": [[*message, seconds] for message, seconds in found.times],

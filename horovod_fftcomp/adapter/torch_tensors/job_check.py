@@ -6,6 +6,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,13 +46,13 @@ class Job(NamedTuple):
     end: Callable[[], None]
     timeout_s: float
 
-    def exchange(self, collective: str, data: Array, name: str) -> Array:
+    def exchange(self, round_: Round, name: str) -> Array:
         """Return the output of a collective; ConfigMismatchError if a rank does not answer."""
-        return self.send(Round(collective, data), f"fftcomp.check.{name}").wait(self.timeout_s)
+        return self.send(round_, f"fftcomp.check.{name}").wait(self.timeout_s)
 
     def finish(self) -> None:
         """Wait until all ranks have printed: launchers end all ranks when the first one fails."""
-        self.exchange("allgather", np.zeros(1, np.uint8), "finish")
+        self.exchange(Round("allgather", np.zeros(1, np.uint8)), "finish")
         self.end()
 
 
@@ -77,7 +78,7 @@ def findings(
     for topic, (facts, level, remedy) in compared.items():
         expect(f"the {topic} of all ranks", _OTHERS)
         try:
-            handshake.compare(job.exchange("allgather", handshake.pack(facts), topic))
+            handshake.compare(job.exchange(Round("allgather", handshake.pack(facts)), topic))
             yield topic, "OK", "the same on all ranks", ""
         except ConfigMismatchError as error:
             yield topic, level, str(error), remedy
@@ -101,7 +102,7 @@ def _compressed_step(job: Job) -> _Found:
     layer = torch.nn.Linear(256, 64, bias=False)
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(job.rank))
     (own,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
-    total = job.exchange("allreduce", own.contiguous().numpy(), "dense")
+    total = job.exchange(Round("allreduce", own.contiguous().numpy()), "dense")
     dense = torch.from_numpy(total) / job.size
     plain = torch.optim.SGD(layer.parameters(), lr=0.01)
     module, optimizer, compressor = job.prepare(
@@ -118,7 +119,7 @@ def _compressed_step(job: Job) -> _Found:
             error = float((grad - dense).norm() / dense.norm())
         digest.update(grad.numpy().tobytes() + layer.weight.detach().numpy().tobytes())
     own_digest = np.frombuffer(digest.digest(), np.uint8).copy()
-    digests = job.exchange("allgather", own_digest, "digests").reshape(job.size, -1)
+    digests = job.exchange(Round("allgather", own_digest), "digests").reshape(job.size, -1)
     topic, n_different = "compressed step", len(set(map(bytes, digests)))
     if n_different > 1:
         found = f"{n_different} different results on {job.size} ranks"
@@ -134,7 +135,7 @@ def _compressed_step(job: Job) -> _Found:
 
 
 def _outcome(job: Job, failed: bool) -> _Found:
-    flags = job.exchange("allgather", np.array([failed], np.uint8), "outcome")
+    flags = job.exchange(Round("allgather", np.array([failed], np.uint8)), "outcome")
     ranks = np.flatnonzero(flags).tolist()
     if ranks:
         return "all ranks", "FAIL", f"{list_ranks(ranks)} failed", "see what it printed"
@@ -142,9 +143,8 @@ def _outcome(job: Job, failed: bool) -> _Found:
 
 
 def _median_s(job: Job, collective: str, data: Array, repeat: int) -> float:
-    name = str(data.nbytes)
-    job.exchange(collective, data, name)  # connections and buffers are made at the first use
-    return statistics.median(timed(lambda: job.exchange(collective, data, name), repeat))
+    exchange = partial(job.exchange, Round(collective, data), str(data.nbytes))
+    return statistics.median(timed(exchange, repeat + 1)[1:])  # the first makes connections
 
 
 def timed(collective: Callable[[], object], repeat: int) -> list[float]:

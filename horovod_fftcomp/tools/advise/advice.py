@@ -59,11 +59,11 @@ _CACHES_NBYTES = 1 << 25
 class Option(NamedTuple):
     """One way to exchange a model's gradients.
 
-    ``sent_nbytes``: bytes that a rank hands to collectives in a step; of "divided" messages those
-    of all ranks. ``relative_error``: norm of the error over norm of the gradient, without error
-    feedback. ``compute``: computation of a step with this option, if it was measured by itself.
-    ``spread``: of the codec's times, see ``cost_model.spread``. ``loss``: change of a language
-    model's loss, as a share; None if none was trained with it.
+    ``sent_nbytes``: bytes that a rank hands to collectives in a step, not those inside nodes; of
+    "divided" messages those of all ranks. ``relative_error``: norm of the error over norm of the
+    gradient, without error feedback. ``compute``: computation of a step with this option, if it was
+    measured by itself. ``spread``: of the codec's times, see ``cost_model.spread``. ``loss``:
+    change of a language model's loss, as a share; None if none was trained with it.
     """
 
     label: str
@@ -103,7 +103,8 @@ def compressed(
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
-    label, recipe, options = choice
+    _, recipe, options = choice
+    node_size = int(options.get("ranks_per_node", 1))
     policy = make_policy(recipe, **of_usual_step(recipe, options))
     buckets = make_buckets(tensors, policy)
     decides = policy if policy.in_force().get("exchange") == "auto" else None
@@ -129,20 +130,22 @@ def compressed(
             times = repeat * min(_MOST_ALIKE, kinds.count(kind))
             found[kind] = _measured(bucket, values, state, decides, times)
         part, varies, lost, all_of_it = found[kind]
-        parts.append(replace(part, ready=max(ready[tensor.name] for tensor in bucket.tensors)))
+        at, nbytes = max(ready[t.name] for t in bucket.tensors), sum(map(_nbytes, bucket.tensors))
+        parts.append(replace(part, ready=at, node_size=node_size, dense_nbytes=nbytes))
         spreads.append(varies)
         error, energy = error + lost, energy + all_of_it
-    sent = sum(message.nbytes for part in parts for message in part.messages)
+    sent = sum(message.nbytes / part.node_size for part in parts for message in part.messages)
     relative_error = math.sqrt(error / energy) if energy else 0.0
     loss = committed_loss(recipe, options)
-    return Option(label, recipe, options, parts, sent, relative_error, None, max(spreads), loss)
+    varies = max(spreads)
+    return Option(*choice, parts, round(sent), relative_error, spread=varies, loss=loss)
 
 
 def committed_loss(recipe: str, options: Mapping[str, Any]) -> float | None:
     """Return the change of the loss in ``LOSSES``; None if it has none with these options."""
 
     def whole(options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**RECIPES[recipe].options, **options}
+        return {**RECIPES[recipe].options, **options, "ranks_per_node": 1}  # nodes are as ranks
 
     trained = zip(parse_recipes(",".join(LOSSES)), LOSSES.values(), strict=True)
     same = (

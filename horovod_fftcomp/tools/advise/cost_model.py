@@ -10,20 +10,22 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_fftcomp.schemes import received
 
 CYCLE_S = 1e-3  # Horovod's default cycle, in which it looks for work once
+INSIDE_GBIT_PER_S = 2400.0  # NVLink: 300 GB/s of each GPU, in each direction
+_INSIDE_LATENCY_S = 5e-6
 
 
 class Message(NamedTuple):
     """One collective and the bytes that each rank hands in.
 
     "divided": an allgather whose bytes all ranks hand in together. "alltoall": each rank hands in
-    the bytes for all. ``dtype``: that of a sum, which
-    changes its time: Gloo adds float16 one by one.
+    the bytes for all; "inside": for all of its node. ``dtype``: that of a sum, which changes its
+    time: Gloo adds float16 one by one.
     """
 
     collective: str
@@ -51,7 +53,9 @@ class Network:
     They differ since summing costs more than copying. ``overhead_s``: added to every collective, on
     any number of ranks. ``times_s``: times measured on ``measured_ranks`` ranks, which are used for
     that number of ranks; the lines are used for all others. Large messages can take longer than a
-    line says.
+    line says. ``inside``: between the ranks of a node; None if there are no nodes. ``node_size``:
+    ranks that share the link of a node, which an alltoall of all ranks passes once for each of
+    them, and a ring once.
     """
 
     reduce: Line
@@ -59,19 +63,24 @@ class Network:
     overhead_s: float = CYCLE_S
     times_s: tuple[tuple[Message, float], ...] = ()
     measured_ranks: int = 0
+    inside: Line | None = None
+    node_size: int = 1
 
     def seconds(self, message: Message, ranks: int) -> float:
         """Return the time of a collective on ``ranks`` ranks in seconds; 0 on one rank.
 
         Ring allreduce: 2 (p-1) alpha + 2 (p-1)/p n beta. Ring allgather: (p-1) (alpha + n beta), n
-        of each rank; "divided" is one to which all ranks together bring n. Alltoall: (p-1) (alpha +
-        n/p beta). Broadcast by a tree: log2(p) alpha + n beta. Where times were measured, a
-        straight line between the two nearest sizes.
+        of each rank; "divided" is one to which all ranks together bring n. Alltoall, also inside a
+        node of p ranks: (p-1) (alpha + n/p beta). Broadcast by a tree: log2(p) alpha + n beta.
+        Where times were measured, a straight line between the two nearest sizes.
         """
         p, (collective, nbytes, dtype) = ranks, message
         n = float(nbytes)
         if p < 2:
             return 0.0
+        if collective == "inside":
+            assert self.inside, "a network without nodes"
+            return self.overhead_s + (p - 1) * (self.inside.alpha_s + n / p * self.inside.beta_s)
         if collective in ("divided", "alltoall"):
             collective, n = "allgather", n / p
         same = [(m.nbytes, t) for m, t in self.times_s if m[::2] == (collective, dtype)]
@@ -88,21 +97,33 @@ class Network:
         return self.overhead_s + time_s
 
 
-def given_network(gbit_per_s: float, latency_s: float, cycle_s: float = CYCLE_S) -> Network:
-    """Return a network of full-duplex links of this bandwidth."""
-    if not gbit_per_s > 0:
-        raise ValueError(f"gbit_per_s must be above 0, got {gbit_per_s!r}")
+def given_network(
+    gbit_per_s: float,
+    latency_s: float,
+    cycle_s: float = CYCLE_S,
+    inside_gbit_per_s: float = INSIDE_GBIT_PER_S,
+    node_size: int = 1,
+) -> Network:
+    """Return a network of full-duplex links: of each node, and of each rank inside its node."""
+    for name, speed in (("gbit_per_s", gbit_per_s), ("inside_gbit_per_s", inside_gbit_per_s)):
+        if not speed > 0:
+            raise ValueError(f"{name} must be above 0, got {speed!r}")
     line = Line(latency_s, 8e-9 / gbit_per_s)
-    return Network(line, line, cycle_s)
+    inside = Line(min(latency_s, _INSIDE_LATENCY_S), 8e-9 / inside_gbit_per_s)
+    return Network(line, line, cycle_s, inside=inside, node_size=node_size)
 
 
 def fitted_network(
-    times_s: Sequence[tuple[Message, float]], ranks: int, cycle_s: float = CYCLE_S
+    times_s: Sequence[tuple[Message, float]],
+    ranks: int,
+    cycle_s: float = CYCLE_S,
+    node_size: int = 1,
 ) -> Network:
     """Return the network that fits measured times, by least squares of the relative errors.
 
-    Of the time that does not depend on the bytes, one cycle of Horovod is overhead and the rest
-    latency. Raises ValueError unless there are allreduces and allgathers of two sizes each.
+    ``node_size``: ranks of a node; above 1 there are exchanges inside nodes. Of the time that does
+    not depend on the bytes, one cycle of Horovod is overhead and the rest latency. Raises
+    ValueError unless there are two sizes of each kind.
     """
 
     def line(collective: str, steps: float, bytes_per_byte: float) -> Line:
@@ -115,8 +136,10 @@ def fitted_network(
     p = ranks
     if p < 2:
         raise ValueError("a network has at least two ranks")
-    reduce = line("allreduce", 2 * (p - 1), 2 * (p - 1) / p)
-    return Network(reduce, line("allgather", p - 1, p - 1), cycle_s, tuple(times_s), p)
+    reduce, g = line("allreduce", 2 * (p - 1), 2 * (p - 1) / p), node_size
+    inside = line("inside", g - 1, (g - 1) / g) if g > 1 else None
+    gather = line("allgather", p - 1, p - 1)
+    return Network(reduce, gather, cycle_s, tuple(times_s), p, inside, node_size)
 
 
 def speed(collective: str, nbytes: int, ranks: int, seconds: float) -> str:
@@ -171,6 +194,9 @@ class Transfer:
     before the last message, and ``divided_s``, which the ranks divide among them; ``decode_s`` and,
     for each rank, ``decode_each_s``: after the last. ``sharded``: what replaces it on
     ``sharded_from`` ranks and more.
+
+    ``node_size`` above 1: its ``dense_nbytes`` of gradients are summed inside nodes of so many
+    ranks, and nodes exchange the sums as ranks would, each rank a share.
     """
 
     ready: float
@@ -181,12 +207,31 @@ class Transfer:
     divided_s: float = 0.0
     sharded: Transfer | None = None
     sharded_from: int = 0
+    node_size: int = 1
+    dense_nbytes: int = 0
 
-    def on(self, ranks: int) -> Transfer:
+    def on(self, ranks: int) -> OnRanks:
         """Return the transfer on this number of ranks."""
-        there = self.sharded if self.sharded and ranks >= self.sharded_from else self
-        encode_s = there.encode_s + there.divided_s / ranks
-        return replace(there, ready=self.ready, encode_s=encode_s, divided_s=0.0)
+        g = min(self.node_size, ranks)
+        p = math.ceil(ranks / g)  # nodes
+        there = self.sharded if self.sharded and p >= self.sharded_from else self
+        within, between = Message("inside", self.dense_nbytes), there.messages
+        rounds = [(message, p) for message in between]
+        if g > 1:
+            rounds = [(within, g), *rounds, (within, g)]
+        share = 1 / g if p > 1 or g == 1 else 0.0  # on one node nothing is encoded
+        encode_s = share * (there.encode_s + there.divided_s / p)
+        decode_s = share * (there.decode_s + p * there.decode_each_s)
+        return OnRanks(self.ready, rounds, encode_s, decode_s)
+
+
+class OnRanks(NamedTuple):
+    """A ``Transfer`` on a number of ranks; ``rounds``: messages, and how many ranks take part."""
+
+    ready: float
+    rounds: list[tuple[Message, int]]
+    encode_s: float
+    decode_s: float
 
 
 class StepTime(NamedTuple):
@@ -221,35 +266,34 @@ def step_time(
     while waiting:
         waiting.sort()
         begin = max(network_free, waiting[0][0])
-        first = _message(order, waiting[0])
-        fused = [w for w in waiting if w[0] <= begin and _message(order, w)[::2] == first[::2]]
-        if first.collective == "alltoall":
+        among = [order[number].rounds[round_] for _, number, round_ in waiting]
+        first, n_ranks = among[0]
+        same = [n == n_ranks and message[::2] == first[::2] for message, n in among]
+        fused = [w for w, fits in zip(waiting, same, strict=True) if fits and w[0] <= begin]
+        if first.collective in ("alltoall", "inside"):
             fused = waiting[:1]
         waiting = [w for w in waiting if w not in fused]
-        nbytes = sum(_message(order, w).nbytes for w in fused)
-        taken = network.seconds(first._replace(nbytes=nbytes), ranks)
+        nbytes = sum(order[number].rounds[round_][0].nbytes for _, number, round_ in fused)
+        if first.collective == "alltoall" and n_ranks == ranks:
+            nbytes *= network.node_size
+        taken = network.seconds(first._replace(nbytes=nbytes), n_ranks)
         network_free = begin + taken
         exchange_s += taken
         for _, number, round_ in fused:
-            if round_ + 1 < len(order[number].messages):
+            if round_ + 1 < len(order[number].rounds):
                 waiting.append((network_free, number, round_ + 1))
             else:
                 arrived[number] = network_free
     now, decode_s = computed, 0.0
     for part, at in sorted(zip(order, arrived, strict=True), key=lambda pair: pair[1]):
-        taken = part.decode_s + ranks * part.decode_each_s
-        now = max(now, at) + taken
-        decode_s += taken
+        now = max(now, at) + part.decode_s
+        decode_s += part.decode_s
     late_s = max(0.0, computed - compute.total_s)
     exposed_s = max(0.0, now - computed - decode_s)  # of what is 0, rounding leaves less
     return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
 
 
-def _message(order: Sequence[Transfer], waiting: tuple[float, int, int]) -> Message:
-    return order[waiting[1]].messages[waiting[2]]
-
-
-def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], float]:
+def _encoded(compute: Compute, order: Sequence[OnRanks]) -> tuple[list[float], float]:
     """Return (the time at which each part is encoded, the end of the backward pass)."""
     backward_s = compute.backward * compute.total_s
     forward_s = compute.total_s - backward_s
