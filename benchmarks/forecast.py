@@ -30,6 +30,7 @@ def main() -> None:
     """Forecast, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launcher", default="horovodrun")
+    parser.add_argument("-np", default="2", help="number of ranks (default: 2)")
     parser.add_argument("--label", default="", help="of the model and the link")
     parser.add_argument("--recipes", default="fp16,topk,fft,scalecom")
     parser.add_argument("--steps", default="25")
@@ -39,6 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         common = ["--json", str(path), "--launcher", args.launcher, "--steps", args.steps]
+        common += ["-np", args.np]
 
         def found(*command: str) -> Any:
             command_line([*command, *common, *args.script])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from horovod_fftcomp.tools.run.differences import difference, mean
+from horovod_fftcomp.tools.run.differences import _middle, difference, mean
 from horovod_fftcomp.tools.run.step_report import _medians_of_blocks
 
 TRIALS = 300
@@ -70,7 +71,8 @@ def test_rounds_that_differ_count_by_students_t():
 def test_the_interval_goes_from_that_of_blocks_to_that_of_rounds():
     def half(apart: float) -> float:
         """Of three rounds, ``apart`` times as far from each other as their blocks explain."""
-        blocks = np.tile([-1.0, 1.0], 10) * math.sqrt(19)  # their mean has an error of 1
+        blocks = np.array([NormalDist().inv_cdf((n + 0.5) / 20) for n in range(20)])
+        blocks /= math.sqrt(_middle(blocks.tolist())[1])  # their middle half's mean: error 1
         return difference([([0.0] * 20, (blocks + apart * x).tolist()) for x in (-1, 0, 1)]).half
 
     of_blocks, of_rounds = 1.96 / math.sqrt(3), 4.303 / math.sqrt(3)
@@ -79,6 +81,15 @@ def test_the_interval_goes_from_that_of_blocks_to_that_of_rounds():
     for apart in (10, 20):
         assert half(apart) == pytest.approx(apart * of_rounds, rel=0.15)
     assert half(1000) == pytest.approx(1000 * of_rounds)
+
+
+def test_a_burst_of_other_work_in_a_job_hardly_moves_its_difference():
+    quiet = [0.01 * (n % 7) for n in range(20)]
+    slow = [*quiet[:15], *(1.0 for _ in range(5))]
+    one, other = ([(quiet, [x + 0.1 for x in own])] * 3 for own in (quiet, slow))
+    assert difference(one).value == pytest.approx(0.1)
+    assert difference(other).value == pytest.approx(0.1, abs=0.02)
+    assert not difference(other).holds_zero
 
 
 def test_one_job_has_no_interval_and_equal_ones_one_of_no_width():

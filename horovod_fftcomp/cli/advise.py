@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,13 +200,13 @@ def _recipes(parsed: argparse.Namespace, ranks: int) -> list[RecipeChoice]:
 class _Model(NamedTuple):
     """A model to forecast: tensors, flat gradients by name, measured steps by recipe.
 
-    ``cores``: CPU cores of the first rank of the jobs.
+    ``cores``: CPU cores of the first rank of the jobs, below 1 if ranks share one.
     """
 
     tensors: list[Tensor]
     grads: Mapping[str, Array]
     steps: Mapping[str, Steps]
-    cores: int | None = None
+    cores: float | None = None
 
 
 class _Probed(NamedTuple):
@@ -234,8 +235,8 @@ def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | N
         return None
     ranks = parsed.ranks or jobs.size
     cores = parsed.cores_per_rank or model.cores
-    cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
-    threads.set_num_threads(parsed.threads or min(8, cores))
+    cores = cores or environment.n_cores() / (1 if parsed.ranks else ranks)
+    threads.set_num_threads(parsed.threads or min(8, max(1, int(cores))))
     measured = [*_measured(parsed, jobs, model, probed, cores, tell)]
     forecasts = advice.mean_forecasts(measured, ranks)
     best, start = advice.advise(forecasts), (jobs.start(ranks), jobs.is_ddp, parsed.script)
@@ -245,22 +246,23 @@ def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | N
 
 
 def _measured(
-    parsed: argparse.Namespace, jobs: Jobs, model: _Model, probed: _Probed, cores: int, tell: Any
+    parsed: argparse.Namespace, jobs: Jobs, model: _Model, probed: _Probed, cores: float, tell: Any
 ) -> Iterator[Measured]:
     """Time the codecs once for each measurement of the network."""
-    repeat, spare_core = (parsed.repeat + 1) // 2, cores > 1  # half, as it is measured twice
+    repeat = (parsed.repeat + 1) // 2  # half, as it is measured twice
+    rank = Compute(0.0, spare_core=cores >= 2, sharing=max(1.0, 1 / cores))
 
     def timed(choice: RecipeChoice) -> Option:
         return advice.compressed(choice, model.tensors, model.grads, repeat)
 
     step_spread = max((steps.spread for steps in model.steps.values()), default=0.0)
-    computed = functools.partial(advice.compute_of, ranks=jobs.size, spare_core=spare_core)
+    computed = functools.partial(advice.compute_of, ranks=jobs.size, rank=rank)
     nothing = timed(_ALMOST_NOTHING)
     for network in probed.networks:
         none = advice.dense(model.tensors)
         if parsed.compute_ms is not None or not model.steps:
             compute_ms = parsed.compute_ms or _COMPUTE_MS * parsed.parameters / _PARAMETERS
-            compute = Compute(compute_ms / 1e3, spare_core)
+            compute = replace(rank, total_s=compute_ms / 1e3)
         elif probed.times:
             compute = computed(model.steps["random_block"].step_s, nothing, network)
             none = none._replace(compute=computed(model.steps["none"].step_s, none, network))

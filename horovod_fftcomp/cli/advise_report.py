@@ -125,8 +125,11 @@ def _facts(found: Findings) -> Iterator[str]:
             f"exchange {steps['random_block']}."
         )
     yield f"Other processes used {100 * found.load:.0f} % of the cores."
-    if not found.measured[0].compute.spare_core:
-        yield "Each rank has one core: encoding does not overlap with the backward pass."
+    compute = found.measured[0].compute
+    if not compute.spare_core:
+        who = f"{compute.sharing:.2g} ranks share a core"
+        who = who if compute.sharing > 1 else "Each rank has one core"
+        yield f"{who}: encoding does not overlap with the backward pass."
     if any(forecast.option.loss is not None for forecast in found.forecasts):
         yield "Loss: of small language models, over training without compression (docs/advise.md)."
 

@@ -226,7 +226,7 @@ class ScriptReport:
             for one in [found, *found.get("earlier", ())]:
                 one.pop("tensors", None)  # the same on all ranks, and long
         if settings.as_json:
-            launched = {"rank": rank, "cores": threads.get_own_cores()}
+            launched = {"rank": rank, "cores": environment.n_cores() / threads.get_local_size()}
             launcher.report({**found, **launched, "recipe": settings.text})
         elif rank == 0:
             sys.stdout.flush()

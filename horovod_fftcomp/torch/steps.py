@@ -49,7 +49,6 @@ class TorchStepDriver(steps.StepDriver):
         self._gradients = StepGradients(parameters, parts.slots)
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
-        self._ranks = self._set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         connection, engine = parts.connection, parts.engine
         self._sums: dict[int, list[Any]] = {}  # of this step, by bucket
@@ -141,7 +140,7 @@ class TorchStepDriver(steps.StepDriver):
             value = self._converted(value, grad, context.slot)
         self._n_pending -= 1
         if self._bad and not self._n_pending:
-            self._not_finite.observe(self._bad, self._engine.rank, self._ranks)
+            self._not_finite.observe(self._bad, self._engine.rank, self._set.ranks)
         return value
 
     def _unexpected(self, grad: torch.Tensor) -> GradientContext:
@@ -232,7 +231,7 @@ class TorchStepDriver(steps.StepDriver):
             self.thrown_away.end(first.number, first.total)
         self._replicas.finish(self._settings.timeout_s)
         self._optimized.warn_of_unexchanged(self._gradients.seen)
-        self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
+        self._not_finite.observe(self._engine.bad, self._engine.rank, self._set.ranks)
 
     def _take_sums(self) -> None:
         """Take the buckets' sums, for the gradients that are to be returned."""

@@ -40,7 +40,7 @@ from horovod_fftcomp.tools.bench.sessions import of_usual_step
 from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
-# Relative error of a forecast: 12 of 15 had less, see forecast.py in benchmarks/README.md.
+# Relative error of a forecast: 29 of 35 had less, see forecast.py in benchmarks/README.md.
 ACCURACY = 0.2
 # Of a step of one gradient, and of the loss: what has more is not worth a few per cent of time.
 _MOST_ERROR, _MOST_LOSS = 0.9, 0.05
@@ -494,13 +494,16 @@ def _no_gain(none: Forecast, best: Forecast) -> str:
 
 
 def compute_of(
-    step_s: float, option: Option, network: Network, ranks: int, spare_core: bool
+    step_s: float, option: Option, network: Network, ranks: int, rank: Compute
 ) -> Compute:
-    """Return the computation with which ``option`` takes ``step_s`` in the model, by bisection."""
+    """Return the computation with which ``option`` takes ``step_s`` in the model, by bisection.
+
+    ``rank``: its other fields.
+    """
     low, high = 0.0, step_s
     for _ in range(60):
         middle = (low + high) / 2
-        compute = Compute(middle, spare_core)
+        compute = replace(rank, total_s=middle)
         longer = step_time(compute, option.parts, network, ranks).total_s > step_s
         low, high = (low, middle) if longer else (middle, high)
-    return Compute(low, spare_core)
+    return replace(rank, total_s=low)

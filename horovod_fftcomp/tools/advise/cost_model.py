@@ -54,8 +54,8 @@ class Network:
     any number of ranks. ``times_s``: times measured on ``measured_ranks`` ranks, which are used for
     that number of ranks; the lines are used for all others. Large messages can take longer than a
     line says. ``inside``: between the ranks of a node; None if there are no nodes. ``node_size``:
-    ranks that share the link of a node, which an alltoall of all ranks passes once for each of
-    them, and a ring once.
+    ranks that share the link of a node: an alltoall of all ranks passes it from each of them, a
+    ring once.
     """
 
     reduce: Line
@@ -178,12 +178,14 @@ class Compute:
     """Computation of a step: ``total_s``, whose last share ``backward`` is the backward pass.
 
     ``spare_core``: whether a rank has a second core, on which encoding overlaps with the backward
-    pass. Without it only the network overlaps.
+    pass. Without it only the network overlaps. ``sharing``: ranks for each core, if they are more;
+    codecs then take so many times as long as alone.
     """
 
     total_s: float
     spare_core: bool = True
     backward: float = 2 / 3  # a backward pass costs two forward ones
+    sharing: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ def step_time(
         waiting = [w for w in waiting if w not in fused]
         nbytes = sum(order[number].rounds[round_][0].nbytes for _, number, round_ in fused)
         if first.collective == "alltoall" and n_ranks == ranks:
-            nbytes *= network.node_size
+            g = network.node_size
+            nbytes = round(nbytes * g * (ranks - g) / max(1, ranks - 1))
         taken = network.seconds(first._replace(nbytes=nbytes), n_ranks)
         network_free = begin + taken
         exchange_s += taken
@@ -286,8 +289,9 @@ def step_time(
                 arrived[number] = network_free
     now, decode_s = computed, 0.0
     for part, at in sorted(zip(order, arrived, strict=True), key=lambda pair: pair[1]):
-        now = max(now, at) + part.decode_s
-        decode_s += part.decode_s
+        taken = compute.sharing * part.decode_s
+        now = max(now, at) + taken
+        decode_s += taken
     late_s = max(0.0, computed - compute.total_s)
     exposed_s = max(0.0, now - computed - decode_s)  # of what is 0, rounding leaves less
     return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
@@ -299,11 +303,11 @@ def _encoded(compute: Compute, order: Sequence[OnRanks]) -> tuple[list[float], f
     forward_s = compute.total_s - backward_s
     ends, now, delay_s = [], 0.0, 0.0
     for part in order:
-        ready = forward_s + part.ready * backward_s
+        ready, encode_s = forward_s + part.ready * backward_s, compute.sharing * part.encode_s
         if compute.spare_core:
-            now = max(now, ready) + part.encode_s
+            now = max(now, ready) + encode_s
         else:
-            delay_s += part.encode_s
+            delay_s += encode_s
             now = ready + delay_s
         ends.append(now)
     return ends, compute.total_s + delay_s

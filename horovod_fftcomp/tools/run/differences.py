@@ -32,17 +32,16 @@ def difference(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Est
     """Return the mean of b - a over rounds of two jobs, each with the values of its blocks.
 
     Blocks of the same number are a pair, so what a round or a place in the training has in common
-    cancels. Without blocks the interval is Student's. With them it is that of rounds that vary as
-    the means of their blocks do and, besides, by what a job has of its own.
+    cancels; a round counts with the mean of the middle half of its pairs, which a burst of other
+    work on the machine hardly moves. Without blocks the interval is Student's. With them it is that
+    of rounds that vary as these means do and, besides, by what a job has of its own.
     """
-    blocks = [[b - a for a, b in zip(*pair, strict=False)] for pair in rounds]
-    means = [_mean(own) for own in blocks]
+    middles = [_middle([b - a for a, b in zip(*pair, strict=False)]) for pair in rounds]
+    means = [middle for middle, _ in middles]
     value, n = _mean(means), len(means)
     if n == 1:
         return Estimate(value, None)
-    squares, n_blocks = _squares(means, value), sum(map(len, blocks))
-    within = sum(_squares(own, its) for own, its in zip(blocks, means, strict=True))
-    within *= n / n_blocks / max(1, n_blocks - n)  # variance of a round's mean, by its blocks
+    squares, within = _squares(means, value), _mean([variance for _, variance in middles])
     if squares < _MOST * within:
         return Estimate(value, _half_of_blocks(squares, n, within))
     return Estimate(value, _t(n - 1) * math.sqrt(squares / (n - 1) / n))
@@ -73,6 +72,19 @@ def _half_of_blocks(squares: float, n: int, within: float) -> float:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean, to the bit for equal values; infinite ones are no error."""
     return values[0] + sum(value - values[0] for value in values[1:]) / len(values)
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of all but the least and the largest quarter, and its variance.
+
+    The variance is that of the values with those of the quarters moved to the ends of the middle
+    (Tukey and McLaughlin 1963).
+    """
+    quarter = len(values) // 4
+    middle = sorted(values)[quarter : len(values) - quarter]
+    moved = [middle[0]] * quarter + middle + [middle[-1]] * quarter
+    spread = _squares(moved, _mean(moved)) / max(1, len(middle) - 1) / len(middle)
+    return _mean(middle), spread
 
 
 def _squares(values: Sequence[float], center: float) -> float:
