@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, copy_into
@@ -55,45 +53,40 @@ def block_of(transform):
     return transform[1], not transform[0]
 
 
-def _sample(grad, addend, decay, transform, tiles, keys):
-    """Write the keys of some coefficients, from all over the tensor; return their number."""
+@inlined
+def _sample(grad, addend, decay, keys):
+    """Write the keys of some elements, from all over the tensor; return their number."""
+    count = min(SAMPLES, max(FEW_SAMPLES, grad.size // 4096 * 64))
+    stretch, random = grad.size // count, np.uint64(0)
+    for i in range(count):
+        random = drawn(random)
+        at = i * stretch + below(random, stretch)
+        as_float32(keys)[i] = grad[at] + addend[at] * decay if addend.size else grad[at]
+        keys[i] &= np.int32(0x7FFFFFFF)
+    return count
 
 
-@overload(_sample)
-def _sample_by(grad, addend, decay, transform, tiles, keys):
-    def identity(grad, addend, decay, transform, tiles, keys):
-        count = min(SAMPLES, max(FEW_SAMPLES, grad.size // 4096 * 64))
-        stretch, random = grad.size // count, np.uint64(0)
-        for i in range(count):
+@inlined
+def _sample_blocks(grad, addend, decay, transform, tiles, keys):
+    """Write the keys of the coefficients of some blocks; return their number."""
+    is_dct, length = transform[0], transform[1]
+    tile, n_blocks = LANES * length, grad.size // length
+    rest, more = tiles[2 * tile : 3 * tile], tiles[3 * tile : 4 * tile]
+    last, random = tiles[4 * tile : 5 * tile], np.uint64(0)
+    count = max(1, min(max(_LEAST_BLOCKS, _SAMPLED_REALS // length), n_blocks // 8) // LANES)
+    stretch, size = n_blocks // (count * LANES), tile if is_dct else tile // 2
+    for t in range(count):
+        for lane in range(LANES):
             random = drawn(random)
-            at = i * stretch + below(random, stretch)
-            as_float32(keys)[i] = grad[at] + addend[at] * decay if addend.size else grad[at]
-            keys[i] &= np.int32(0x7FFFFFFF)
-        return count
-
-    def transformed(grad, addend, decay, transform, tiles, keys):
-        is_dct, length = transform[0], transform[1]
-        tile, n_blocks = LANES * length, grad.size // length
-        rest, more = tiles[2 * tile : 3 * tile], tiles[3 * tile : 4 * tile]
-        last, random = tiles[4 * tile : 5 * tile], np.uint64(0)
-        count = max(1, min(max(_LEAST_BLOCKS, _SAMPLED_REALS // length), n_blocks // 8) // LANES)
-        stretch, size = n_blocks // (count * LANES), tile if is_dct else tile // 2
-        for t in range(count):
-            for lane in range(LANES):
-                random = drawn(random)
-                at = ((t * LANES + lane) * stretch + below(random, stretch)) * length
-                copy_into(rest[lane * length : (lane + 1) * length], grad[at : at + length])
-                if addend.size:
-                    for i in range(length):
-                        more[lane * length + i] = addend[at + i] * decay
-            forward_tile(
-                rest, more if addend.size else more[:0], last, *transform, tiles[: 2 * tile]
-            )
-            here, bins = keys[t * size : (t + 1) * size], length if is_dct else length // 2
-            fill_keys(last, not is_dct, bins, np.float32(1), here)
-        return count * size
-
-    return identity if transform is types.none else transformed
+            at = ((t * LANES + lane) * stretch + below(random, stretch)) * length
+            copy_into(rest[lane * length : (lane + 1) * length], grad[at : at + length])
+            if addend.size:
+                for i in range(length):
+                    more[lane * length + i] = addend[at + i] * decay
+        forward_tile(rest, more if addend.size else more[:0], last, *transform, tiles[: 2 * tile])
+        here, bins = keys[t * size : (t + 1) * size], length if is_dct else length // 2
+        fill_keys(last, not is_dct, bins, np.float32(1), here)
+    return count * size
 
 
 @inlined
@@ -103,8 +96,11 @@ def limits_of(piece, row, grad, residual, decay, transform, tiles):
     if is_small or row.layout == _ALL or row.layout == _RAW:
         return np.int64(0), np.int64(0)
     keys = np.empty(max(_SAMPLED_REALS, _LEAST_BLOCKS * block_of(transform)[0]), np.int32)
-    n = _sample(grad, residual, decay, transform, tiles, keys)
-    low, high = limits_among(keys[:n], row.k, row.n, 1 if transform is None else _SPREAD)
+    if transform is None:
+        n, apart = _sample(grad, residual, decay, keys), 1
+    else:
+        n, apart = _sample_blocks(grad, residual, decay, transform, tiles, keys), _SPREAD
+    low, high = limits_among(keys[:n], row.k, row.n, apart)
     return max(low, 1), high  # keys of 0, of which there may be many, are counted as the rest
 
 

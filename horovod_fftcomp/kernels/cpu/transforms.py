@@ -15,7 +15,7 @@ import numpy as np
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.inlining import optimized
+from horovod_fftcomp.kernels.cpu.inlining import inlined, optimized
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import (
     NOTHING,
@@ -145,7 +145,7 @@ def forward_tile(x, addend, out, is_dct, length, radices, twiddles, splits, turn
     return np.int64(largest(peaks))
 
 
-@optimized
+@inlined
 def forward_tiles(
     x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, buffers
 ):  # fmt: skip
@@ -155,23 +155,21 @@ def forward_tiles(
     """
     tile = LANES * length
     done = x.size // tile * tile
-    scratch = buffers[: 2 * tile]
-    peak = forward_tile(
-        x[:done], addend[:done], out[:done], is_dct, length, radices, twiddles, splits, turns,
-        scale, scratch,
-    )  # fmt: skip
-    if done < out.size:
-        buffers[2 * tile : 4 * tile] = np.float32(0)
-        rest, more = buffers[2 * tile : 3 * tile], buffers[3 * tile : 4 * tile]
-        last = buffers[4 * tile : 5 * tile]
-        copy_into(rest[: x.size - done], x[done:])
-        if addend.size:
-            copy_into(more[: addend.size - done], addend[done:])
+    values, more, to, peak = x[:done], addend[:done], out[:done], np.int64(0)
+    rest, last = buffers[2 * tile : 4 * tile], buffers[4 * tile : 5 * tile]
+    for turn in range(2 if done < out.size else 1):  # one call, as each is compiled into this
+        if turn:
+            rest[:] = np.float32(0)
+            values, more, to = rest[:tile], rest[tile : tile + min(addend.size, tile)], last
+            copy_into(values[: x.size - done], x[done:])
+            if addend.size:
+                copy_into(more[: addend.size - done], addend[done:])
         top = forward_tile(
-            rest, more if addend.size else more[:0], last, is_dct, length, radices, twiddles,
-            splits, turns, scale, scratch,
+            values, more, to, is_dct, length, radices, twiddles, splits, turns, scale,
+            buffers[: 2 * tile],
         )  # fmt: skip
         peak = max(peak, top)
+    if done < out.size:
         copy_into(out[done:], last)
     return peak
 
@@ -259,7 +257,7 @@ def forward_counted(
 run_forward_counted = kernel_of(forward_counted)
 
 
-@optimized
+@inlined
 def inverse_of_sum(
     out, first_span, span, bitmaps, codes, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
