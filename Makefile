@@ -79,8 +79,8 @@ test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy an
 horovod-cuda: ## build Horovod for the CUDA PyTorch of PYTHON, and install it there; ARGS="--help"
 	$(PYTHON) scripts/horovod_cuda.py $(ARGS)
 
-lint: install ## check style, format and types
-	ruff check && ruff format --check && mypy
+lint: install ## check style, format, types and the line budget
+	ruff check && ruff format --check && mypy && python scripts/size.py
 
 format: install ## format the code and mend what the linter can
 	ruff check --fix && ruff format

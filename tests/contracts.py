@@ -285,8 +285,7 @@ def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.nda
 
 def plan_of(codec: Codec, payload: np.ndarray) -> Plan:
     """Return the plan of a payload, whose k may depend on what it is of."""
-    header = wire.read_header(payload)
-    return codec.plan(header.shape, header.k)
+    return codec.checked_plan(payload, wire.read_header(payload))
 
 
 def tolerance_of(x: np.ndarray) -> float:
