@@ -47,6 +47,7 @@ def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
 
 
 _ROUNDS_TO_A_DTYPE = (BFloat16, Float32)
+_ALL = TopK(1.0)
 
 
 class Gathered(NamedTuple):
@@ -141,9 +142,7 @@ class Allgather(LowPass):
         """What optimizers and adapters need to know; see ``Scheme``."""
         codec, noisy = self.codec, False
         if isinstance(codec, Codec):
-            is_exact = codec.sparsifier == TopK(1.0) and isinstance(
-                codec.quantizer, _ROUNDS_TO_A_DTYPE
-            )
+            is_exact = codec.sparsifier == _ALL and isinstance(codec.quantizer, _ROUNDS_TO_A_DTYPE)
         else:
             is_exact, noisy = codec.method.unbiased, codec.method.is_noisy
         return Traits(
