@@ -524,6 +524,18 @@ def test_the_ranks_of_horovodrun_measure_together(transport, monkeypatch, tmp_pa
     assert run.stdout.count("The script's step without compression took") == 1
 
 
+def test_gradients_come_by_the_buckets_of_ddp():
+    """The last MB comes first, then 25 MB and what is left; without DDP one by one."""
+    tensors = [Tensor(f"{n}", (1024, 512)) for n in range(20)]  # 2 MB each
+    at = [part.ready for part in advice.dense(tensors, is_ddp=True).parts]
+    assert at == [1.0] * 6 + [14 / 20] * 13 + [1 / 20]
+    assert [part.ready for part in advice.dense(tensors).parts] == [
+        n / 20 for n in range(20, 0, -1)
+    ]
+    option = advice.compressed(RecipeChoice("fp16", "fp16", {}), tensors, {}, 1, is_ddp=True)
+    assert {part.ready for part in option.parts[2:]} <= {1 / 20, 14 / 20, 1.0}
+
+
 # What a recipe sends.
 
 

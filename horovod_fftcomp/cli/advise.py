@@ -253,13 +253,13 @@ def _measured(
     rank = Compute(0.0, spare_core=cores >= 2, sharing=max(1.0, 1 / cores))
 
     def timed(choice: RecipeChoice) -> Option:
-        return advice.compressed(choice, model.tensors, model.grads, repeat)
+        return advice.compressed(choice, model.tensors, model.grads, repeat, jobs.is_ddp)
 
     step_spread = max((steps.spread for steps in model.steps.values()), default=0.0)
     computed = functools.partial(advice.compute_of, ranks=jobs.size, rank=rank)
     nothing = timed(_ALMOST_NOTHING)
     for network in probed.networks:
-        none = advice.dense(model.tensors)
+        none = advice.dense(model.tensors, jobs.is_ddp)
         if parsed.compute_ms is not None or not model.steps:
             compute_ms = parsed.compute_ms or _COMPUTE_MS * parsed.parameters / _PARAMETERS
             compute = replace(rank, total_s=compute_ms / 1e3)

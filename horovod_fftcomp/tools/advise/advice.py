@@ -54,6 +54,7 @@ _USUAL_STEP = 6 * _FEW * _MORE
 _PROBE_NBYTES = 4
 _MOST_ALIKE = 3  # the noise of one bucket counts as often as there are alike ones
 _CACHES_NBYTES = 1 << 25
+_FIRST_DDP_NBYTES, _DDP_NBYTES = 1 << 20, 25 << 20  # DDP's buckets end with these or more
 
 
 class Option(NamedTuple):
@@ -89,19 +90,21 @@ class Option(NamedTuple):
         return max(whole, key=lambda message: message.nbytes).collective
 
 
-def dense(tensors: Sequence[Tensor]) -> Option:
-    """Return the option ``none``: Horovod's own dense allreduce of each tensor."""
-    ready = _ready(tensors)
+def dense(tensors: Sequence[Tensor], is_ddp: bool = False) -> Option:
+    """Return the option ``none``: Horovod's or DDP's own dense allreduces."""
+    ready = _ready(tensors, is_ddp)
     parts = [Transfer(ready[t.name], (Message("allreduce", _nbytes(t)),)) for t in tensors]
     return Option("none", "none", {}, parts, sum(map(_nbytes, tensors)), 0.0)
 
 
 def compressed(
-    choice: RecipeChoice, tensors: Sequence[Tensor], grads: Mapping[str, Array], repeat: int
-) -> Option:
+    choice: RecipeChoice, tensors: Sequence[Tensor], grads: Mapping[str, Array], repeat: int,
+    is_ddp: bool = False,
+) -> Option:  # fmt: skip
     """Return the option of a recipe; its codecs are timed ``repeat`` times.
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
+    ``is_ddp``: whether gradients come by DDP's buckets.
     """
     _, recipe, options = choice
     node_size = int(options.get("ranks_per_node", 1))
@@ -116,7 +119,7 @@ def compressed(
         Transfer(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
     ]
     bench.settle_malloc()
-    ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
+    ready, error, energy, spreads = _ready(tensors, is_ddp), 0.0, 0.0, [0.0]
     gradients = _gradients(buckets, grads)
     chosen = _chosen(buckets, gradients)
     # Of buckets that are alike one is timed.
@@ -169,17 +172,23 @@ def _nbytes(tensor: Tensor) -> int:
     return 4 * math.prod(tensor.shape)
 
 
-def _ready(tensors: Sequence[Tensor]) -> dict[str, float]:
+def _ready(tensors: Sequence[Tensor], is_ddp: bool) -> dict[str, float]:
     """Return the share of the backward pass after which each gradient is ready, last layer first.
 
-    Every matrix or kernel is assumed to take the same share, and vectors none.
+    Every matrix or kernel is assumed to take the same share, and vectors none. DDP passes gradients
+    on when those of a bucket are there.
     """
     heavy = [len(tensor.shape) > 1 for tensor in tensors]
     total, done = max(1, sum(heavy)), 0
-    found = {}
+    found, bucket, room = dict[str, float](), list[str](), _FIRST_DDP_NBYTES
     for tensor, is_heavy in zip(reversed(tensors), reversed(heavy), strict=True):
         done += is_heavy
         found[tensor.name] = min(1.0, done / total)
+        bucket.append(tensor.name)
+        room -= _nbytes(tensor)
+        if is_ddp and (room <= 0 or tensor is tensors[0]):
+            found |= dict.fromkeys(bucket, found[tensor.name])
+            bucket, room = [], _DDP_NBYTES
     return found
 
 
