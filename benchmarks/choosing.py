@@ -474,8 +474,9 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         "With [`ranks_per_node`](training.md#several-ranks-on-a-node) a node's bytes pass its link "
         f"once, and each GPU encodes 1/{PER_NODE} of a bucket. Codecs of `fft` and `topk` take "
         "what they took on an H200 (sums of 8 payloads; [docs/gpu.md](gpu.md)). Those of `dither` "
-        "and `fp16` were not measured there: a bound, as long as its memory takes to read the "
-        "gradients and write the payload. **No part of this table was measured on several GPUs.** "
+        "and `fp16` were not measured there, and are taken to last as long as its memory takes to "
+        "read the gradients and write the payload, the least possible. **No part of this table was "
+        "measured on several GPUs.** "
         "`horovod-fftcomp advise --gbit-per-s 25 --ranks 64 --ranks-per-node 8` forecasts nodes of "
         "CPU ranks ([docs/advise.md](advise.md)).",
         "",

@@ -187,6 +187,7 @@ def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
 
 def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
     given = ("--gradients", file, "--compute-ms", 5)
+    link = ("--gbit-per-s", 1, "--ranks", 2)
     empty = tmp_path / "empty.npz"
     np.savez(empty)
     for arguments, message in (
@@ -200,12 +201,19 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((*given, "--gbit-per-s", 0), "above 0, got 0"),
         ((*given, "--gbit-per-s", 1, "--ranks", 1), "at least 2"),
         ((*given, "-np", 1), "one rank exchanges nothing"),
+        ((*given, *link, "--node-gbit-per-s", 9), "--node-gbit-per-s needs nodes"),
         ((*given, "--nodes", "8..2"), "not a range of ranks"),
         ((*given, "--compression", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
-        ((*given, "--compression", "topk:ranks_per_node=auto"), "must be one number"),
-        ((*given, "--compression", "topk:ranks_per_node=2,fft:ranks_per_node=4"), "one number"),
-        ((*given, "--ranks-per-node", 3), "2 ranks are no whole number of nodes with 3 ranks"),
+        ((*given, "--compression", "topk:ranks_per_node=auto"), "auto is not forecast"),
+        (
+            (*given, "--compression", "topk:ranks_per_node=2,fft:ranks_per_node=4"),
+            "the same ranks, got 2",
+        ),
+        ((*given, "--ranks-per-node", 3), "2 ranks are not several nodes of 3: give 6, say"),
+        ((*given, "--ranks-per-node", 2), "2 ranks are not several nodes of 2"),
+        ((*given, "-np", 4, "--ranks-per-node", 2, "--nodes", "4..9"), "9 ranks are not several"),
+        ((*given, "--ranks-per-node", 2, "--compression", "topk:ranks_per_node=4"), "got 2"),
         ((*given, "--ranks-per-node", 2, "--compression", "signum"), "signum: ranks_per_node does"),
         ((*given, "--node-gbit-per-s", 9), "--node-gbit-per-s needs --gbit-per-s"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
@@ -258,6 +266,7 @@ def test_nodes_are_forecast_beside_single_ranks(advise, monkeypatch):
     assert found["network"]["inside"] == {"alpha_s": 5e-6, "beta_s": 1e-9}
     printed, given = advise(*network, "--ranks-per-node", 4, "--compression", "topk")
     assert "compression=Compression.topk(model, ranks_per_node=4)" in printed
+    assert "HOROVOD_DYNAMIC_PROCESS_SETS=1" in printed
     assert given["recipes"][1]["options"] == {"ranks_per_node": 4}
 
 
@@ -267,6 +276,20 @@ def test_the_ranks_time_the_inside_of_their_nodes(advise, monkeypatch):
     printed, found = advise(*nodes, "--compression", "topk")
     assert found["network"]["inside"]["beta_s"] > 0
     assert "Network, measured, inside a node" in printed
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", range(4))
+def test_an_exchange_inside_a_node_sends_other_nodes_nothing(rank):
+    from horovod_fftcomp.cli import advise_probe
+
+    job = argparse.Namespace(rank=rank, size=4)
+    round_ = advise_probe._round(job, Message("inside", 1001), 2)
+    assert round_.collective == "alltoall"
+    assert round_.splits == ((501, 501, 0, 0), (0, 0, 501, 501))[rank // 2]
+    assert round_.data.nbytes == 1002
+    assert advise_probe._round(job, Message("allgather", 8), 2).data.nbytes == 8
+    assert advise_probe._round(job, Message("allreduce", 8, "float16"), 2).data.shape == (4,)
 
 
 @pytest.mark.parametrize(
@@ -918,13 +941,13 @@ def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
     option, compute = advice.dense(TENSORS), Compute(0.1)
     for beta_s, mentioned in ((0.0, False), (8e-9 / 882, False), (8e-9 / 0.05, True)):
         line = Line(1e-3, beta_s)
-        network = Network(line, Line(2e-3, 0.0))
+        network = Network(line, Line(2e-3, 0.0), inside=Line(1e-6, 0.0), node_size=2)
         kinds = ("allreduce", "allgather")
         times = [(m, network.seconds(m, 4)) for m in (Message(k, 10**6) for k in kinds)]
         measured = [advice.Measured([option], compute, network)]
         found = advice.mean_forecasts(measured, 4)
         best = advice.advise(found)
-        findings = Findings(measured, 4, 1, found, best, times, {}, 0.0, "", False, None)
+        findings = Findings(measured, 4, 2, found, best, times, {}, 0.0, "", False, None)
         print_report(findings, None)
         printed = capsys.readouterr().out
         printed = " ".join(printed.split())
@@ -932,6 +955,7 @@ def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
         assert (told in printed) == mentioned
         assert ("summing: too fast to measure with 1 MB" in printed) != mentioned
         assert "gathering: too fast to measure with 1 MB" in printed
+        assert "inside a node: too fast to measure, latency 1 us" in printed
 
 
 def test_two_measurements_count_with_their_mean():

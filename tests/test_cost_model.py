@@ -235,6 +235,8 @@ def test_an_alltoall_of_all_ranks_passes_the_link_of_a_node_for_each_of_them():
             for network in (shared, given_network(1.0, 0.0, 0.0))
         )
         assert one == pytest.approx(times * each, rel=1e-6)
+        alone = step_time(Compute(0.0), [part], shared, 3).exchange_s  # fewer ranks than a node has
+        assert 0 <= alone <= step_time(Compute(0.0), [part], shared, 8).exchange_s
 
 
 def test_rounds_follow_one_another():

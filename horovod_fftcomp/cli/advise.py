@@ -32,7 +32,7 @@ from horovod_fftcomp.cli.arguments import (
 )
 from horovod_fftcomp.cli.console import Stages, write_json
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, listed
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
@@ -118,7 +118,7 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a node's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
-    told = "compressions without ranks_per_node: give it (docs/training.md)"
+    told = "ranks of a node: forecast compressions with ranks_per_node=N"
     add("--ranks-per-node", type=count, metavar="N", dest="node_size", help=told)
     told = "bandwidth of a rank's link inside its node (default: 2400, NVLink, or measured)"
     add("--node-gbit-per-s", type=positive, metavar="X", help=told)
@@ -149,7 +149,8 @@ def run(parsed: argparse.Namespace) -> None:
         content |= advise_report.as_json(found, parsed.nodes)
         write_json(parsed.json, content)
     if parsed.plot:
-        plots.write_advice(parsed.plot, found, parsed.nodes or node_range("2..64"))
+        usual = [found.node_size * number for number in node_range("2..64")]
+        plots.write_advice(parsed.plot, found, parsed.nodes or usual)
     if found.doubts:
         why = f"nothing is recommended: {'; '.join(found.doubts)}"
         launcher.tell_torchrun("horovod-fftcomp advise", _REFUSED, why)
@@ -188,12 +189,18 @@ def _recipes(parsed: argparse.Namespace, ranks: int) -> list[RecipeChoice]:
                 make_policy(choice.name, **choice.options)
             except UnsupportedError as error:
                 parsed.fail(f"{choice.label}: {error}")
-    sizes = {choice.options.get("ranks_per_node", 1) for choice in recipes} - {1}
-    if len(sizes) > 1 or "auto" in sizes:
-        parsed.fail(f"ranks_per_node must be one number for all compressions, got {sizes}")
-    parsed.node_size = sizes.pop() if sizes else 1
-    if ranks % parsed.node_size:
-        parsed.fail(f"{ranks} ranks are no whole number of nodes with {parsed.node_size} ranks")
+    told = {choice.options.get("ranks_per_node", 1) for choice in recipes}
+    sizes = (told | {parsed.node_size or 1}) - {1}
+    if "auto" in sizes:
+        parsed.fail("ranks_per_node=auto is not forecast: give the number")
+    if len(sizes) > 1:
+        parsed.fail(f"all nodes must have the same ranks, got {listed(sorted(sizes))}")
+    parsed.node_size = size = sizes.pop() if sizes else 1
+    if size == 1 and parsed.node_gbit_per_s is not None:
+        parsed.fail("--node-gbit-per-s needs nodes: give --ranks-per-node N")
+    for number in (ranks, *(parsed.nodes or ())):
+        if size > 1 and (number % size or number == size):
+            parsed.fail(f"{number} ranks are not several nodes of {size}: give {2 * size}, say")
     return recipes
 
 
@@ -235,7 +242,7 @@ def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | N
         return None
     ranks = parsed.ranks or jobs.size
     cores = parsed.cores_per_rank or model.cores
-    cores = cores or environment.n_cores() / (1 if parsed.ranks else ranks)
+    cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, max(1, int(cores))))
     measured = [*_measured(parsed, jobs, model, probed, cores, tell)]
     forecasts = advice.mean_forecasts(measured, ranks)

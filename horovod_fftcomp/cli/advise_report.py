@@ -22,10 +22,10 @@ _REFUSED = "Nothing is recommended, since the measurements are not to be trusted
 class Findings(NamedTuple):
     """Measurements, forecasts and advice.
 
-    ``node_size``: ranks of a node, 1 if no recipe knows nodes. ``times``: measured collectives;
-    ``steps``: measured steps of the script by recipe. Both may be empty. ``load``: share of the
-    cores that other processes used. ``doubts``: why nothing is to be recommended. ``start``: what
-    starts ``horovod-fftcomp`` on ``ranks`` ranks.
+    ``node_size``: ranks of a node, 1 if no recipe has ``ranks_per_node``. ``times``: measured
+    collectives; ``steps``: measured steps of the script by recipe. Both may be empty. ``load``:
+    share of the cores that other processes used. ``doubts``: why nothing is to be recommended.
+    ``start``: what starts ``horovod-fftcomp`` on ``ranks`` ranks.
     """
 
     measured: Sequence[Measured]
@@ -139,7 +139,7 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
     kind = collective, "float32"
     same = [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]
     if not same or collective == "inside":
-        return f"{8e-9 / line.beta_s:.3g} Gbit/s"
+        return f"{8e-9 / line.beta_s:.3g} Gbit/s" if line.beta_s else "too fast to measure"
     nbytes, time_s = max(same)
     if received(collective, nbytes, found.ranks) * line.beta_s < _TOO_FAST * time_s:
         return f"too fast to measure with {nbytes / 1e6:.3g} MB"
@@ -171,6 +171,8 @@ def _to_paste(found: Findings, width: int) -> Iterator[str]:
     if found.is_ddp:
         line = f'compress(ddp, "{option.recipe}"{arguments})'
     yield to_paste(line, width)
+    if not found.is_ddp and option.options.get("ranks_per_node", 1) > 1:
+        yield "with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks;"
     yield "or, without editing the script:"
     command = f"{found.start} run --compression {_setting(option)} {found.script or 'train.py'}"
     yield to_paste(command, width)
@@ -202,7 +204,7 @@ def as_json(found: Findings, nodes: Sequence[int] | None) -> dict[str, Any]:
         "network": {
             name: {"alpha_s": line.alpha_s, "beta_s": line.beta_s}
             for name in ("reduce", "gather", "inside")
-            if (line := getattr(network, name))
+            if (line := getattr(network, name)) and (name != "inside" or found.node_size > 1)
         },
         "overhead_s": network.overhead_s,
         "probe": [[*message, seconds] for message, seconds in found.times],

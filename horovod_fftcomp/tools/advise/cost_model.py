@@ -79,7 +79,8 @@ class Network:
         if p < 2:
             return 0.0
         if collective == "inside":
-            assert self.inside, "a network without nodes"
+            if self.inside is None:
+                raise ValueError("the network has no nodes: its field inside is None")
             return self.overhead_s + (p - 1) * (self.inside.alpha_s + n / p * self.inside.beta_s)
         if collective in ("divided", "alltoall"):
             collective, n = "allgather", n / p
@@ -129,7 +130,7 @@ def fitted_network(
     def line(collective: str, steps: float, bytes_per_byte: float) -> Line:
         found = [(m.nbytes, t) for m, t in times_s if m[::2] == (collective, "float32")]
         if len({nbytes for nbytes, _ in found}) < 2:
-            raise ValueError(f"times of {collective}s of at least two sizes are needed")
+            raise ValueError(f"times of {collective} of at least two sizes are needed")
         fixed_s, slope = _fitted(found)
         return Line(max(0.0, fixed_s - cycle_s) / steps, slope / bytes_per_byte)
 
@@ -277,7 +278,7 @@ def step_time(
         waiting = [w for w in waiting if w not in fused]
         nbytes = sum(order[number].rounds[round_][0].nbytes for _, number, round_ in fused)
         if first.collective == "alltoall" and n_ranks == ranks:
-            g = network.node_size
+            g = min(network.node_size, ranks)
             nbytes = round(nbytes * g * (ranks - g) / max(1, ranks - 1))
         taken = network.seconds(first._replace(nbytes=nbytes), n_ranks)
         network_free = begin + taken

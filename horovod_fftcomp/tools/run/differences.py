@@ -41,7 +41,8 @@ def difference(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Est
     value, n = _mean(means), len(means)
     if n == 1:
         return Estimate(value, None)
-    squares, within = _squares(means, value), _mean([variance for _, variance in middles])
+    known = [variance for _, variance in middles if variance]  # not of a single block
+    squares, within = _squares(means, value), _mean(known or [0.0])
     if squares < _MOST * within:
         return Estimate(value, _half_of_blocks(squares, n, within))
     return Estimate(value, _t(n - 1) * math.sqrt(squares / (n - 1) / n))
