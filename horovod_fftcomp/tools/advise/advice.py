@@ -40,7 +40,7 @@ from horovod_fftcomp.tools.bench.sessions import of_usual_step
 from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
-# Relative error of a forecast: 29 of 35 had less, see forecast.py in benchmarks/README.md.
+# Relative error of a forecast: 32 of 35 had less, see forecast.py in benchmarks/README.md.
 ACCURACY = 0.2
 # Of a step of one gradient, and of the loss: what has more is not worth a few per cent of time.
 _MOST_ERROR, _MOST_LOSS = 0.9, 0.05
