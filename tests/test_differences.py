@@ -8,7 +8,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from horovod_fftcomp.tools.run.differences import _middle, difference, mean
+from horovod_fftcomp.tools.run.differences import Estimate, _middle, mean
+from horovod_fftcomp.tools.run.differences import difference as difference_of
 from horovod_fftcomp.tools.run.step_report import _medians_of_blocks
 
 TRIALS = 300
@@ -31,24 +32,39 @@ def step_times(rng, n: int, noise: float, disturbances: float, of_jobs: float) -
     return np.exp(own) * np.where(disturbed, 1.5, 1.0)
 
 
-def times_seen(seed: int, slower: float, of_jobs: float, *of_steps: float) -> int:
-    """Return how often two jobs are told to differ of which one is ``slower`` by a factor."""
+def times_seen(
+    seed: int, slower: float, of_jobs: float, steps: tuple, others: int = 0, last: float = 1.0
+) -> int:
+    """Return how often two jobs are told to differ of which one is ``slower`` by a factor.
+
+    ``others``: so many more compressions in the comparison. ``last``: times ``of_jobs``, what jobs
+    of the one that is slower have of their own.
+    """
     rng, seen = np.random.default_rng(seed), 0
     for _ in range(TRIALS):
-        rounds = []
-        for round_s in np.exp(rng.normal(-3, 0.1, 3)):  # the machine, from one round to the next
-            a, b = (round_s * step_times(rng, *of_steps, of_jobs) for _ in range(2))
-            both = a.tolist(), (slower * b).tolist()
-            rounds.append(tuple(np.log(_medians_of_blocks(times)).tolist() for times in both))
-        seen += not difference(rounds).holds_zero
+        groups: list[dict[int, list[float]]] = [{} for _ in range(2 + others)]
+        for number in range(3):
+            round_s = np.exp(rng.normal(-3, 0.1))  # the machine, from one round to the next
+            for group in groups:
+                is_last = group is groups[-1]
+                own = step_times(rng, *steps, of_jobs * (last if is_last else 1.0))
+                times = round_s * (slower if is_last else 1.0) * own
+                group[number] = np.log(_medians_of_blocks(times.tolist())).tolist()
+        seen += not difference_of(groups[0], groups[-1], groups).holds_zero
     return seen
 
 
 @pytest.mark.parametrize("of_steps", [CALM, DISTURBED])
 @pytest.mark.parametrize("of_jobs", [0.0, 0.005, 0.01, 0.02, 0.05, 0.2])
-def test_no_difference_is_seen_where_none_is(of_jobs, of_steps):
+@pytest.mark.parametrize("others", [0, 2])
+def test_no_difference_is_seen_where_none_is(of_jobs, of_steps, others):
     """Also on a busy machine, where a job differs by a fifth from the next one."""
-    assert times_seen(1, 1.0, of_jobs, *of_steps) <= 0.1 * TRIALS
+    assert times_seen(1, 1.0, of_jobs, of_steps, others) <= 0.1 * TRIALS
+
+
+@pytest.mark.parametrize("of_jobs", [0.01, 0.05])
+def test_a_compression_whose_jobs_vary_twice_as_much_is_no_different(of_jobs):
+    assert times_seen(5, 1.0, of_jobs, CALM, others=2, last=2.0) <= 0.1 * TRIALS
 
 
 @pytest.mark.parametrize(
@@ -56,7 +72,18 @@ def test_no_difference_is_seen_where_none_is(of_jobs, of_steps):
 )
 def test_a_delay_of_a_tenth_of_a_step_is_seen(of_jobs, of_steps):
     for slower in (1.1, 1 / 1.1):
-        assert times_seen(2, slower, of_jobs, *of_steps) >= 0.9 * TRIALS
+        assert times_seen(2, slower, of_jobs, of_steps) >= 0.9 * TRIALS
+
+
+def test_jobs_of_all_compressions_tell_how_much_jobs_vary():
+    """Where jobs differ by 2 %, two compressions alone do not show a tenth of a step."""
+    alone, of_four = (times_seen(2, 1.1, 0.02, CALM, others) for others in (0, 2))
+    assert alone < 0.85 * TRIALS < 0.95 * TRIALS < of_four
+
+
+def difference(rounds: list[tuple[list[float], list[float]]]) -> Estimate:
+    """Return the difference of two compressions, each round of which has a job of both."""
+    return difference_of(*({n: jobs[k] for n, jobs in enumerate(rounds)} for k in (0, 1)))
 
 
 def test_rounds_that_differ_count_by_students_t():
@@ -97,6 +124,24 @@ def test_one_job_has_no_interval_and_equal_ones_one_of_no_width():
     assert not difference([([1.0], [1.0])]).holds_zero  # nothing is known
     assert mean([0.7] * 3) == (0.7, 0.0)
     assert difference([([0.3], [0.3])] * 3).holds_zero
+
+
+def test_rounds_count_that_both_have():
+    assert difference_of({0: [1.0]}, {1: [2.0]}) is None
+    found = difference_of({0: [1.0], 1: [3.0], 2: [9.0]}, {1: [4.0], 2: [12.0], 3: [7.0]})
+    assert found == difference([([3.0], [4.0]), ([9.0], [12.0])])
+
+
+def test_the_interval_is_that_of_an_analysis_of_variance():
+    """Without blocks: Student's with the residuals of rounds and compressions."""
+    values = np.random.default_rng(0).normal(size=(4, 5))
+    values += 7 * np.arange(4)[:, None] + 3 * np.arange(5)
+    groups = [{n: [value] for n, value in enumerate(row)} for row in values]
+    residuals = values - values.mean(0) - values.mean(1)[:, None] + values.mean()
+    expected = 2.179 * math.sqrt(2 * (residuals**2).sum() / 12 / 5)
+    assert difference_of(groups[1], groups[3], groups).half == pytest.approx(expected, rel=1e-3)
+    del groups[2][4]  # a job that failed: about the same
+    assert difference_of(groups[1], groups[3], groups).half == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 11, 121])

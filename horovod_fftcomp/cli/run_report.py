@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import environment
-from horovod_fftcomp.tools.run.differences import Estimate, difference, mean
+from horovod_fftcomp.tools.run.differences import Estimate, Jobs, difference, mean
 
 DIFFER = "PARAMETERS DIFFER"
 TIMES = ("encode", "wait", "decode")
@@ -28,7 +28,8 @@ def print_comparison(rows: _Rows) -> None:
     in_order = sorted(rows, key=itemgetter("place"))
     groups = [list(jobs) for _, jobs in itertools.groupby(in_order, itemgetter("place"))]
     none = next((jobs for jobs in groups if jobs[0]["recipe"].partition("(")[0] == "none"), None)
-    cells = [_cells(jobs, none or groups[0], none is not None) for jobs in groups]
+    times = [_by_round(jobs, _log_times) for jobs in groups]
+    cells = [_cells(jobs, none or groups[0], none is not None, times) for jobs in groups]
     heads = [head for head in _COLUMNS if any(head in own for own in cells)]
     base = "vs none" if none else "vs the first"
     table = Table("compression", [head.replace("vs", base) for head in heads])
@@ -40,8 +41,11 @@ def print_comparison(rows: _Rows) -> None:
         console.print(line)
 
 
-def _cells(jobs: _Rows, base: _Rows, is_none: bool) -> dict[str, str]:
-    """Return what is known of a compression, by ``_COLUMNS``; ``is_none``: the base is none."""
+def _cells(jobs: _Rows, base: _Rows, is_none: bool, times: Sequence[Jobs]) -> dict[str, str]:
+    """Return what is known of a compression, by ``_COLUMNS``; ``is_none``: the base is none.
+
+    ``times``: those of all compressions, whose jobs are taken to vary alike.
+    """
     wrong = {row["trouble"] for row in jobs} - {""}
     cells = {"ranks": DIFFER if wrong == {DIFFER} else "failed" if wrong else "equal bits"}
     whole = _whole(jobs)
@@ -56,13 +60,14 @@ def _cells(jobs: _Rows, base: _Rows, is_none: bool) -> dict[str, str]:
     cells |= {key: _shown(mean(own), form) for key, (form, own) in figures.items() if own}
     if jobs is base:
         return cells | {"speed-up": "1"} if is_none and found else cells
-    if (time := _difference(base, jobs, _log_times)) is not None:
+    time = difference(_by_round(base, _log_times), _by_round(jobs, _log_times), times)
+    if time is not None:
         ratio, half = math.exp(time.value), time.half and math.sinh(time.half)
         percent = Estimate(100 * (ratio - 1), half and 100 * ratio * half)
         cells["time vs"] = _UNSEEN if time.holds_zero else _shown(percent, "+.1f", " %")
         if is_none:
             cells["speed-up"] = _shown(Estimate(1 / ratio, half and half / ratio), ".2f")
-    if (metric := _difference(base, jobs, _metric)) is not None:
+    if (metric := difference(_by_round(base, _metric), _by_round(jobs, _metric))) is not None:
         unseen = f"{_UNSEEN},{_half(metric)}"
         cells["metric vs"] = unseen if metric.holds_zero else _shown(metric, "+.3g")
     return cells
@@ -73,14 +78,9 @@ def _whole(jobs: _Rows) -> _Rows:
     return [row for row in jobs if not row["trouble"]] or jobs
 
 
-def _difference(
-    base: _Rows, jobs: _Rows, values: Callable[[dict[str, Any]], list[float]]
-) -> Estimate | None:
-    """Return the paired difference of jobs from those of ``base``; None without a pair."""
-    own = {row["repeat"]: values(row) for row in _whole(jobs)}
-    rounds = [(values(row), own.get(row["repeat"], [])) for row in _whole(base)]
-    pairs = [pair for pair in rounds if all(pair)]
-    return difference(pairs) if pairs else None
+def _by_round(jobs: _Rows, values: Callable[[dict[str, Any]], list[float]]) -> Jobs:
+    """Return the values of each job that has some, by its round."""
+    return {row["repeat"]: own for row in _whole(jobs) if (own := values(row))}
 
 
 def _log_times(row: dict[str, Any]) -> list[float]:

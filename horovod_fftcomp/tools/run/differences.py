@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # The 97.5 % quantile of Student's t for 1 to 4 degrees of freedom; an expansion serves for more.
 _T = (12.706, 4.303, 3.182, 2.776)
+Jobs = Mapping[int, Sequence[float]]  # of a compression: the values of a job's blocks, by its round
 _MOST = 1000  # so many times the variance that blocks explain, rounds alone tell theirs
 
 
@@ -25,41 +27,67 @@ class Estimate(NamedTuple):
 
 def mean(values: Sequence[float]) -> Estimate:
     """Return the mean of one value or more; NaN and infinite ones give NaN."""
-    return difference([([0.0], [value]) for value in values])
+    value, n = _mean(values), len(values)
+    return Estimate(value, _half_of_rounds(_squares(values, value), n - 1, n) if n > 1 else None)
 
 
-def difference(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
-    """Return the mean of b - a over rounds of two jobs, each with the values of its blocks.
+def difference(base: Jobs, jobs: Jobs, alike: Sequence[Jobs] = ()) -> Estimate | None:
+    """Return the mean of jobs - base over the rounds that both have; None if they have none.
 
     Blocks of the same number are a pair, so what a round or a place in the training has in common
     cancels; a round counts with the mean of the middle half of its pairs, which a burst of other
-    work on the machine hardly moves. Without blocks the interval is Student's. With them it is that
-    of rounds that vary as these means do and, besides, by what a job has of its own.
+    work on the machine hardly moves. The interval is of rounds that vary as all these means do
+    between any two of ``alike`` (those two if it is empty), as in an analysis of variance of rounds
+    and compressions. Without blocks it is Student's. With them it depends, besides, on what a job
+    has of its own.
     """
-    middles = [_middle([b - a for a, b in zip(*pair, strict=False)]) for pair in rounds]
-    means = [middle for middle, _ in middles]
-    value, n = _mean(means), len(means)
-    if n == 1:
+    groups = alike or (base, jobs)
+    own = [middle for middle, _ in _rounds(base, jobs)]
+    if not own:
+        return None
+    value = _mean(own)
+    squares, freedom, known = 0.0, 0.0, []
+    for one, other in itertools.combinations(groups, 2):
+        # Of k groups, k / 2 times as many squares as those of groups, independent of each other.
+        rounds = _rounds(one, other)
+        means = [middle for middle, _ in rounds]
+        if means:
+            squares += 2 / len(groups) * _squares(means, _mean(means))
+            freedom += 2 / len(groups) * (len(means) - 1)
+        known += [variance for _, variance in rounds if variance]  # not of a single block
+    freedom = round(freedom)
+    if not freedom:
         return Estimate(value, None)
-    known = [variance for _, variance in middles if variance]  # not of a single block
-    squares, within = _squares(means, value), _mean(known or [0.0])
+    within = _mean(known or [0.0])
     if squares < _MOST * within:
-        return Estimate(value, _half_of_blocks(squares, n, within))
-    return Estimate(value, _t(n - 1) * math.sqrt(squares / (n - 1) / n))
+        return Estimate(value, _half_of_blocks(squares, freedom, len(own), within))
+    return Estimate(value, _half_of_rounds(squares, freedom, len(own)))
 
 
-def _half_of_blocks(squares: float, n: int, within: float) -> float:
-    """Return half the width of the interval of n rounds with this sum of squared deviations.
+def _rounds(base: Jobs, jobs: Jobs) -> list[tuple[float, float]]:
+    """Return mean and variance of jobs - base in the rounds of both."""
+    pairs = [(base[number], jobs[number]) for number in base if number in jobs]
+    return [_middle([b - a for a, b in zip(*pair, strict=False)]) for pair in pairs]
+
+
+def _half_of_rounds(squares: float, freedom: int, n: int) -> float:
+    """Return half the width of Student's interval of the mean of n."""
+    return _t(freedom) * math.sqrt(squares / freedom / n)
+
+
+def _half_of_blocks(squares: float, freedom: int, n: int, within: float) -> float:
+    """Return half the width of the interval of the mean of n rounds.
 
     Few rounds hardly show how much jobs vary by themselves. So the interval is a mean over that
     standard deviation: u times that of blocks, with prior density 1 / (u + 0.1), and the likelihood
-    of the rounds. Alone, rounds would give Student's interval, and blocks that of the normal
-    distribution; this one goes from the latter to the former as rounds vary by more than blocks.
+    of the squared deviations. Alone, these would give Student's interval, and blocks that of the
+    normal distribution; this one goes from the latter to the former as rounds vary by more than
+    blocks.
     """
     mixture = []
     for u in (0.01 * 1.15**number for number in range(70)):
         variance = within * (1 + u * u)
-        likelihood = (1 + u * u) ** ((1 - n) / 2) * math.exp(-squares / 2 / variance)
+        likelihood = (1 + u * u) ** (-freedom / 2) * math.exp(-squares / 2 / variance)
         mixture.append((u / (u + 0.1) * likelihood, math.sqrt(2 * variance / n)))
     low, high = 0.0, 4 * max(error for _, error in mixture)
     total = sum(weight for weight, _ in mixture)
