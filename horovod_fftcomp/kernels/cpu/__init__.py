@@ -11,7 +11,6 @@ from horovod_fftcomp.kernels.cpu.bucket import encode_tensor, sum_payloads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.common_index import (
     pack_bits,
-    positions_of,
     sum_sparse,
     unpack_bits,
 )
@@ -23,6 +22,7 @@ from horovod_fftcomp.kernels.cpu.momentum import momentum_accumulate, zero_at
 from horovod_fftcomp.kernels.cpu.positions import (
     pack_bitmap,
     pack_offsets,
+    positions_of,
     unpack_bitmap,
     unpack_offsets,
 )

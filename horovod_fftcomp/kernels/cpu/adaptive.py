@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.inlining import inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.positions import run_count_bits
-from horovod_fftcomp.kernels.cpu.sparse import collect, scatter
+from horovod_fftcomp.kernels.cpu.sparse import collect, memory_of_group, scatter, write_few_places
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import mask_above
 from horovod_fftcomp.types import Array, Coding
@@ -128,12 +128,13 @@ def take_chosen(
 @kernel
 def _take_chosen(array, bitmap, least, coding, keep, packed):
     """Pack and subtract the chosen values, group by group; return the number of bits packed."""
-    codes = np.empty(2 * GROUP, np.int32)
-    values, raised = np.empty(2 * GROUP, np.float32), np.empty(2 * GROUP, np.float32)
+    codes, values, places = memory_of_group()
+    raised = np.empty(2 * GROUP, np.float32)
     bit = np.int64(0)
     for begin in range(0, array.size, GROUP):
         part, words = array[begin : begin + GROUP], bitmap[begin // 64 : (begin + GROUP) // 64]
-        n = collect(part, 1, words, values)
+        n_few = write_few_places(words, part.size, 1, places)
+        n = collect(part, 1, words, places, n_few, values)
         for i in range(n):
             size = max(abs(values[i]), least)
             raised[i] = np.copysign(size, values[i])
@@ -143,5 +144,5 @@ def _take_chosen(array, bitmap, least, coding, keep, packed):
         if keep:
             for i in range(n):
                 values[i] += raised[i]
-            scatter(part, 1, words, values, False)
+            scatter(part, 1, words, places, n_few, values, False)
     return bit

@@ -9,7 +9,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array, Arrays
 
@@ -27,7 +27,7 @@ def _pointer(typing_context, address, like):
     return kind(types.int64, like), codegen
 
 
-@inlined
+@allocating
 def view_at(address, n, like):
     """Return the ``n`` elements at an address, of the dtype of the array ``like``, as an array."""
     return carray(_pointer(address, like), (n,))  # type: ignore[call-arg]
@@ -36,7 +36,7 @@ def view_at(address, n, like):
 _FLOATS = np.zeros(0, np.float32)
 
 
-@inlined
+@allocating
 def floats_at(address, n):
     """Return the ``n`` float32 at an address as an array."""
     return view_at(address, n, _FLOATS)
@@ -94,7 +94,7 @@ def addresses(kind: str, arrays: Arrays, formats: Sequence[tuple[np.dtype, int]]
     return found
 
 
-@inlined
+@allocating
 def residual_at(at, n, decay, scaled):
     """Return the residual of ``n`` floats at an address, times ``decay``; an empty one for 0.
 

@@ -56,8 +56,8 @@ class BucketCodec:
 
     Payloads of fixed size, one of each tensor, lie in a message of ``message_nbytes`` at
     ``slices``. ``members``: the indices of the tensors that are encoded and summed here. ``draws``:
-    whether any of these uses random numbers. Bytes and sums are those of the codecs themselves.
-    The tables are made for ``threads.get_num_threads()``.
+    whether any of these uses random numbers; ``raw``: which of them are sent as they are. Bytes and
+    sums are those of the codecs themselves. The tables are made for ``threads.get_num_threads()``.
     """
 
     def __init__(self, codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]) -> None:
@@ -71,7 +71,7 @@ class BucketCodec:
             self.members += members
         own = [(codecs[number], shapes[number]) for number in self.members]
         raw = [codec.plan(shape).layout is Layout.RAW for codec, shape in own]
-        self._raw = [number for number, is_raw in enumerate(raw) if is_raw]
+        self.raw = [number for number, is_raw in enumerate(raw) if is_raw]
         self._sizes = [(_FLOAT32, math.prod(shape)) for _, shape in own]
         self._formats = [
             size if is_raw else codec.coeffs_format(shape)
@@ -135,7 +135,7 @@ class BucketCodec:
             return Encoded([None] * len(peaks), peaks)
         views, lost = self._kept.views(kept), frozen
         if not keeps_sent:
-            lost = [*frozen, *self._raw, *np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist()]
+            lost = [*frozen, *self.raw, *np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist()]
         for number in lost:
             views[number] = None
         return Encoded(views, peaks)

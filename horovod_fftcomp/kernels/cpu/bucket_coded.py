@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels.cpu.addresses import floats_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32, as_uint32
 from horovod_fftcomp.kernels.cpu.coded_levels import add_coded_chunks, encode_coded_chunks
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
@@ -36,7 +36,7 @@ MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 _HALF = np.uint64(32)
 
 
-@inlined
+@allocating
 def _chunks_of(row, piece, body):
     """Return the words of a piece's chunks, and the room and the limit of each, ``[chunks, 2]``."""
     first, n = piece.begin // CHUNK, (piece.end - piece.begin + CHUNK - 1) // CHUNK

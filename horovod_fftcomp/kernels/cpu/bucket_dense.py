@@ -18,7 +18,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
     moments_by_group,
 )
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
@@ -54,14 +54,14 @@ _ROUNDING = 1e-12  # as in ``codec.methods.terngrad``
 _NOT_FINITE = np.int64(0x7F800000)
 
 
-@inlined
+@allocating
 def _bits_of(value):
     number = np.empty(1, np.float32)
     number[0] = value
     return np.int64(as_int32(number)[0])
 
 
-@inlined
+@allocating
 def _total(values):
     """Return the sum of float64 values, in the order of ``ordered_sum``."""
     partial = np.zeros(LANES)
@@ -118,7 +118,7 @@ def encode_dense(
             start_payload(row, message, offsets[m], headers, changes, scale, 0)
 
 
-@inlined
+@allocating
 def _peak_of(piece, row, peaks_of, sums):
     """Return the bits of the peak of a piece's tensor; of signs 0, or those of infinity."""
     if row.method >= ONE_BIT:
@@ -129,7 +129,7 @@ def _peak_of(piece, row, peaks_of, sums):
     return peak
 
 
-@inlined
+@allocating
 def _words_of(row, grid, body, begin, end):
     """Return the packed words of a piece."""
     digits = 32 if row.method >= ONE_BIT else 4 if row.method == OCTAVES else grid[4]
@@ -139,7 +139,7 @@ def _words_of(row, grid, body, begin, end):
     return words[at : at + (end - begin + GROUP - 1) // GROUP * per_group]
 
 
-@inlined
+@allocating
 def _add(
     piece, row, grad, addend, values, grid, clip, key, subtract, starts, sums, counts, body, kept
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def _add(
     return peak
 
 
-@inlined
+@allocating
 def _first_from(starts, at):
     """Return the index of the first start, of ascending ones, that is not below ``at``."""
     low, high = 0, starts.size
@@ -180,12 +180,12 @@ def _first_from(starts, at):
     return low
 
 
-@inlined
+@allocating
 def _sign_of_zero(row, key):
     return SIGNS[1] if row.method == SIGN and key else SIGNS[0]
 
 
-@inlined
+@allocating
 def _encode(
     piece, row, values, grid, clip, key, subtract, starts, sums, counts, peak, body
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def _encode(
         subtract_sign_rows(values, sides, row.length, piece.begin, zero)
 
 
-@inlined
+@allocating
 def _scale_of(row, grid, clip, starts, sums, counts, peak, body):
     """Write what precedes the words; return the bits of the header's scale."""
     if row.method == OCTAVES:
@@ -219,12 +219,12 @@ def _scale_of(row, grid, clip, starts, sums, counts, peak, body):
     return _bits_of(sides[0, 0])
 
 
-@inlined
+@allocating
 def _top_of(peak):
     return max(1, min((peak + _BELOW_POWER) >> 23, 254))
 
 
-@inlined
+@allocating
 def _given(row, clip, sums, peak):
     """Return the scale of a tensor's levels, of clipped values if ``clip``; see ``TernGrad``."""
     scale = float_of(peak)
@@ -237,7 +237,7 @@ def _given(row, clip, sums, peak):
     return clipped if clipped > 0 else scale
 
 
-@inlined
+@allocating
 def _sides_of(row, starts, sums, counts):
     """Return what bits of 0 and of 1 stand for in each row."""
     sides, n = np.zeros((max(row.scales // 2, 1), 2), np.float32), row.n_sums - 1
@@ -251,7 +251,7 @@ def _sides_of(row, starts, sums, counts):
     return sides
 
 
-@inlined
+@allocating
 def _write_means(row, starts, sums, counts, sides):
     """Write the means of either sign in each row; see ``OneBit.encode``."""
     piece = 0
@@ -286,7 +286,7 @@ def sum_dense(
                 break
 
 
-@inlined
+@allocating
 def _add_body(piece, row, body, scale_bits, grid, total):
     """Add the values of a body; return False for one that ``encode_dense`` never writes."""
     scale, words = float_of(scale_bits), _words_of(row, grid, body, piece.begin, piece.end)

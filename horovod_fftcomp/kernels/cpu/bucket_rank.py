@@ -6,7 +6,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, copy_into
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.topk import (
     FEW_SAMPLES,
     GROUP,
@@ -89,7 +89,7 @@ def _sample_blocks(grad, addend, decay, transform, tiles, keys):
     return count * size
 
 
-@inlined
+@allocating
 def limits_of(piece, row, grad, residual, decay, transform, tiles):
     """Return limits of the k-th key, both 0 where keys need not be counted on the way."""
     is_small = piece.parts == 1 and row.reals <= _SAMPLED
@@ -121,7 +121,7 @@ def peak_of(q, pieces, tallies):
     return peak
 
 
-@inlined
+@allocating
 def rank(q, pieces, row, coeffs, transform, keys, tallies):
     """Write the k-th largest key of a tensor, and how many ties of it each piece sends.
 
@@ -157,7 +157,7 @@ def rank(q, pieces, row, coeffs, transform, keys, tallies):
             ties -= count_groups(part, *options, key, key, keys[:0])[1]
 
 
-@inlined
+@allocating
 def _kth_kept(q, pieces, need, kept, keys, tallies):
     """Return the ``need``-th largest of the keys that all pieces kept, and the number of ties."""
     joined, at = np.empty((kept + 63) // 64 * 64, np.int32), np.int64(0)

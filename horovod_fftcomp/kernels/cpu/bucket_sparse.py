@@ -14,7 +14,7 @@ from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.bucket_rank import block_of, limits_of, options_of, peak_of, rank
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.pieces import (
     ADD,
@@ -92,10 +92,8 @@ def _coefficients(grad, addend, coeffs, transform, span, tiles, low, high, found
 def _sum(total, span, bitmaps, streams, codings, bits, transform, tiles):
     """Write the sum of all payloads; return a corrupt payload or -1."""
     if transform is None:
-        return sum_groups(total, np.int64(0), np.int64(1), bitmaps, streams, codings, bits)
-    return inverse_of_sum(
-        total, np.int64(0), span, bitmaps, streams, codings, bits, *transform, tiles
-    )
+        return sum_groups(total, np.int64(1), bitmaps, streams, codings, bits)
+    return inverse_of_sum(total, span, bitmaps, streams, codings, bits, *transform, tiles)
 
 
 @kernel
@@ -167,7 +165,7 @@ def _add(
     tally.above, tally.between, tally.kept = above, between, n_kept
 
 
-@inlined
+@allocating
 def _select(q, pieces, row, coeffs, transform, subtract, words, codes, tallies):
     """Write bitmap and codes of a piece's selected coefficients, and subtract what these encode."""
     piece, peak = pieces[q], peak_of(q, pieces, tallies)
@@ -186,7 +184,7 @@ def _select(q, pieces, row, coeffs, transform, subtract, words, codes, tallies):
     )  # fmt: skip
 
 
-@inlined
+@allocating
 def _write_body(q, pieces, row, coeffs, bitmap, codes, tallies, payload):
     """Write positions and codes of all pieces of a tensor, or the coefficients as they are."""
     parts = pieces[q].parts
@@ -209,8 +207,8 @@ def _write_body(q, pieces, row, coeffs, bitmap, codes, tallies, payload):
         copy_bytes(used, row.positions_nbytes, payload, at)
     elif row.layout == _OFFSETS:
         n_words = (row.n_unary + 63) // 64
-        both = np.zeros(n_words + (row.k * row.low_bits + 63) // 64 + 1, np.uint64)
-        unary, low = both[:n_words], both[n_words:]
+        unary = np.zeros(n_words, np.uint64)
+        low = np.empty((row.k * row.low_bits + 63) // 64 + PADDING, np.uint64)
         write_offsets(used, row.low_bits, unary, low)
         split = (row.n_unary + 7) // 8
         copy_bytes(unary, split, payload, at)
@@ -262,7 +260,7 @@ def sum_sparse(
             bad[m] = 1
 
 
-@inlined
+@allocating
 def _memory(first, end, pieces, members, n_ranks, width, span):
     """Return memory for bitmaps and codes of a piece, for a whole bitmap and for packed positions.
 
@@ -274,7 +272,10 @@ def _memory(first, end, pieces, members, n_ranks, width, span):
         most, n_whole = max(most, row.payload_nbytes), max(n_whole, row.n * (pieces[q].parts > 1))
     bitmaps = np.empty((n_ranks, (longest // width + span - 1) // span * span // 64), np.uint64)
     streams = np.empty((n_ranks, min(longest // 2, most // 8) + PADDING + 2), np.uint64)
-    whole, scratch = np.empty((n_whole + 63) // 64, np.uint64), np.empty(most // 8 + 4, np.uint64)
+    whole, scratch = (
+        np.empty((n_whole + 63) // 64, np.uint64),
+        np.empty(most // 8 + PADDING + 4, np.uint64),
+    )
     return bitmaps, streams, whole, scratch
 
 
@@ -325,7 +326,7 @@ def _read_positions(row, payload, scratch, bitmap):
         return True
     split = (row.n_unary + 7) // 8
     unary = scratch[: (row.n_unary + 63) // 64]
-    low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + 1]
+    low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + PADDING]
     fill_words(packed[:split], unary)
     fill_words(packed[split:], low)
     if not bitmap_has(unary, row.n_unary, row.k):

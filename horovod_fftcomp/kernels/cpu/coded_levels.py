@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.dense import fill_random
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.rans import decode_chunk, encode_chunk
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
@@ -57,7 +57,7 @@ def room_and_limit(form: CodedLevels, n: int) -> tuple[int, int]:
     return form.room(n), coded.FRACTION * (32 * form.room(n) - form.slack(n))
 
 
-@inlined
+@allocating
 def encode_coded_chunks(
     values, body, rooms, key, first, keep, numbers, costs, freqs, reciprocals, shifts, biases
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def encode_coded_chunks(
     return np.float64(scale)
 
 
-@inlined
+@allocating
 def _split(body, at, n, bucket, room):
     """Return a chunk's part of the body, the codes of its scales, and where its states begin."""
     states = HEADER_WORDS + ((n + bucket - 1) // bucket + 3) // 4
@@ -138,7 +138,7 @@ def _eighths_of(piece, most, found):
     return min(max(eighths, np.int64(8)), np.int64(8 * 255 - 1))
 
 
-@inlined
+@allocating
 def _write_scales(part, bucket, eighths, codes):
     """Write the codes of scales; return the largest scale, NaN if a value is not finite."""
     n, peak = (part.size + bucket - 1) // bucket, np.int64(0)
@@ -171,7 +171,7 @@ def _step(patterns, code):
     return float_of(pattern) if exists else np.float32(0)
 
 
-@inlined
+@allocating
 def _write_ratios(part, peak, codes, bucket, ratio):
     """Write the values relative to their scales."""
     patterns = np.empty(8, np.int32)
@@ -267,7 +267,7 @@ def _join(levels, n, dithers, symbols):
         symbols[i] = np.uint16(np.int32(symbol + (_part_of(dithers[i]) << np.int32(8))))
 
 
-@inlined
+@allocating
 def _add_values(part, levels, dithers, codes, unit, bucket, factor):
     """Add what ``levels`` stand for, times ``factor``, which is 1 or -1."""
     patterns, width = np.empty(8, np.int32), (part.size + 1) // 2
@@ -286,7 +286,7 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
                 total[i] += np.float32(step * sent)
 
 
-@inlined
+@allocating
 def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
     """Add the values of consecutive chunks; return 0, or another number for an invalid one."""
     bucket, at = numbers[0], 0

@@ -308,24 +308,6 @@ def _unpack_bits(stream, bits, codes):
         copy_into(codes[begin : begin + n], group)
 
 
-def positions_of(bitmap: Array) -> Array:
-    """Return the positions of the ones of a bitmap, int64, ascending."""
-    positions = np.empty(run_count_bits(bitmap), np.int64)
-    _positions_of(bitmap, positions)
-    return positions
-
-
-@kernel
-def _positions_of(bitmap, positions):
-    at = 0
-    for i in range(bitmap.size):
-        word = np.int64(bitmap[i])
-        while word != 0:
-            positions[at] = 64 * i + trailing_zeros(word)
-            word &= word - 1
-            at += 1
-
-
 def sum_sparse(a: Body, b: Body) -> Array:
     """Return the float32 values of the sum of two sparse vectors, at the union of positions."""
     bitmaps, values = (a.bitmap, b.bitmap), empty(run_count_bits(a.bitmap | b.bitmap))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, copy_into
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
@@ -56,7 +56,7 @@ def write_words(codes, m, radix, digits, words):
             out[j] = _U(_U(out[j] * radix) + plane[j])
 
 
-@inlined
+@allocating
 def read_words(words, m, radix, digits, codes):
     """Unpack the ``m`` codes of a group; return the largest. See ``radix.unpack_words``."""
     width = (m + digits - 1) // digits
@@ -92,7 +92,7 @@ def moments(values: Array) -> tuple[int, Array, Array]:
     return run_moments_by_group(values, sums), sums[:, 0], sums[:, 1]
 
 
-@inlined
+@allocating
 def moments_by_group(values, sums):
     """Write the groups' sums and sums of squares, ``[n, 2]``; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
@@ -146,7 +146,7 @@ def _norm(part, lanes):
     return np.float32(min(np.sqrt(fold(lanes)), _LARGEST))
 
 
-@inlined
+@allocating
 def encode_level_groups(values, levels, scales, words, key, first_group, keep):
     """Write scales and words of consecutive groups; return the bits of the peak."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
@@ -219,7 +219,7 @@ def _round(values, scale, top, random, codes, keep):
             values[i] -= np.float32(scale * np.float32(twice / np.float32(top)))
 
 
-@inlined
+@allocating
 def add_level_groups(total, words, scales, levels):
     """Add the values of consecutive groups; return the largest level."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
@@ -239,7 +239,7 @@ def add_level_groups(total, words, scales, levels):
     return np.int64(largest)
 
 
-@inlined
+@allocating
 def encode_octave_groups(values, words, base, top, key, first_group, keep):
     """Write the words of consecutive groups; see ``methods.natural``."""
     random = np.empty(GROUP, np.uint32)
@@ -266,7 +266,7 @@ def encode_octave_groups(values, words, base, top, key, first_group, keep):
         to += (part.size + 3) // 4
 
 
-@inlined
+@allocating
 def _add_values(part, codes, shift, sign):
     """Add the values of codes, times ``sign``; return the largest level."""
     patterns = np.empty(GROUP, np.int32)
@@ -284,7 +284,7 @@ def _add_values(part, codes, shift, sign):
     return highest
 
 
-@inlined
+@allocating
 def add_octave_groups(total, words, base, top):
     """Add the values of consecutive groups; return the largest level, 255 for an invalid code."""
     codes = np.empty(GROUP + _SLACK, np.uint32)

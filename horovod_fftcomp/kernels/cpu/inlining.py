@@ -90,16 +90,30 @@ class _OptimizingCompiler(_Compiler):
     kind = _WithoutMachineCode
 
 
-def inlined(function: Callable[..., Any], by: type[_Compiler] = _Compiler) -> Any:
-    """Compile a function into the kernels that call it; called from Python it raises TypeError."""
+def allocating(
+    function: Callable[..., Any], by: type[_Compiler] = _Compiler, counts: bool = True
+) -> Any:
+    """Compile as ``inlined``, with references to arrays counted.
+
+    For functions that make arrays or return parts of them.
+    """
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    own = {**options, "pipeline_class": by} if _IS_AS_EXPECTED else {}
+    own = {**options, "pipeline_class": by, "_nrt": counts} if _IS_AS_EXPECTED else {}
     return njit(nogil=True, **own)(function)
 
 
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a function into the kernels that call it; called from Python it raises TypeError.
+
+    References to arrays are not counted in it: two atomic operations for each argument and each
+    part of an array. The caller holds what it uses, and Numba refuses one that makes an array.
+    """
+    return allocating(function, counts=False)
+
+
 def optimized(function: Callable[..., Any]) -> Any:
-    """Compile a function as ``inlined`` does, but optimize it before kernels contain it.
+    """Compile a function as ``allocating`` does, but optimize it before kernels contain it.
 
     For loops that LLVM vectorizes only by themselves: signs took 2.5 times as long without.
     """
-    return inlined(function, _OptimizingCompiler)
+    return allocating(function, _OptimizingCompiler)

@@ -8,7 +8,7 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fold
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 
@@ -42,7 +42,7 @@ def _orthonormalize(columns):
             column[:] = 0.0
 
 
-@inlined
+@allocating
 def _dot(a, b):
     lanes, whole = np.zeros(_LANES), a.size // _LANES * _LANES
     for begin in range(0, whole, _LANES):

@@ -8,9 +8,9 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.positions import positions_of
 from horovod_fftcomp.kernels.cpu.sparse import NOTHING, peak_bits
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
-from horovod_fftcomp.kernels.cpu.vector_values import trailing_zeros
 from horovod_fftcomp.types import Array, Coefficients
 
 
@@ -65,13 +65,4 @@ def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v):
 
 def zero_at(values: Array, bitmap: Array) -> None:
     """Set ``values`` to 0 where the bitmap has ones, in place."""
-    _clear(values, bitmap)
-
-
-@kernel
-def _clear(values, bitmap):
-    for i in range(bitmap.size):
-        word = np.int64(bitmap[i])
-        while word != 0:
-            values[64 * i + trailing_zeros(word)] = np.float32(0)
-            word &= word - 1
+    values[positions_of(bitmap)] = np.float32(0)

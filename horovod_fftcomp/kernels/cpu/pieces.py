@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, peak_bits
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.types import Array
@@ -70,7 +70,7 @@ def pieces_of(reals: Sequence[int]) -> Pieces:
     return Pieces(table, ranges, parts, [part for part in parts if not rows[part[0]][1]])
 
 
-@inlined
+@allocating
 def arrays_of(piece, row, grad, residual, kept, decay, scratch, scaled):
     """Return gradient and residual of a piece of a dense codec's tensor, and where their sum goes.
 
@@ -86,7 +86,7 @@ def arrays_of(piece, row, grad, residual, kept, decay, scratch, scaled):
     return values, addend, scratch[:n] if addend.size else values
 
 
-@inlined
+@allocating
 def sum_to(out, grad, addend, kept):
     """Write gradient plus residual, unless it is the gradient itself; return bits of the peak."""
     if not kept and not addend.size:
@@ -105,7 +105,7 @@ def longest_of(pieces, first, end):
     return most
 
 
-@inlined
+@allocating
 def start_payload(row, message, offset, headers, changes, scale_bits, grid):
     """Write the header of a payload, which is returned; zeros after it if the scale is NaN."""
     payload = message[offset : offset + row.payload_nbytes]
@@ -117,7 +117,7 @@ def start_payload(row, message, offset, headers, changes, scale_bits, grid):
     return payload
 
 
-@inlined
+@allocating
 def read_payload(row, payloads, at, headers, changes):
     """Return a payload, the bits of its scale and its grid; see ``scale_and_grid``."""
     payload = payloads[at : at + row.payload_nbytes]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
-from horovod_fftcomp.kernels.cpu.vector_values import count_ones, trailing_zeros
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
+from horovod_fftcomp.kernels.cpu.vector_values import count_ones
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import unary_bits
+
+_WORDS = 64  # of a bitmap, whose places are listed at a time
 
 
 @inlined
@@ -22,6 +26,34 @@ def count_bits(bitmap):
 
 
 run_count_bits = kernel_of(count_bits)
+
+
+@inlined
+def write_places(bitmap, places):
+    """Write the places of the ones, uint32, in ascending order; return their number.
+
+    ``places``: of at least 64 more elements than ones. The loops over places that follow have no
+    branch to be mispredicted at each word's last one.
+    """
+    to, n = np.int64(places.ctypes.data), np.int64(0)
+    for w in range(bitmap.size):
+        word, at = np.int64(bitmap[w]), to + 4 * n
+        n += count_ones(word)
+        while True:  # more than once only for more than eight
+            word = vector_values.write_places(word, 64 * w, at)
+            at += 32
+            if word == 0:
+                break
+    return n
+
+
+_run_write_places = kernel_of(write_places)
+
+
+def positions_of(bitmap: Array) -> Array:
+    """Return the positions of the ones of a bitmap, int64, ascending."""
+    places = np.empty(run_count_bits(bitmap) + 64, np.uint32)
+    return places[: _run_write_places(bitmap, places)].astype(np.int64)
 
 
 @inlined
@@ -62,29 +94,28 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     """Return the ``k`` positions as offsets in blocks of 2^low_bits bits, uint8."""
     n_unary = unary_bits(n, k, low_bits)
     unary = zeros((n_unary + 63) // 64, np.uint64)
-    offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
+    offsets = np.empty((k * low_bits + 63) // 64 + PADDING, np.uint64)
     run_write_offsets(bitmap, low_bits, unary, offsets)
     return np.concatenate([pack_bitmap(unary, n_unary), pack_bitmap(offsets, k * low_bits)])
 
 
-@inlined
+@allocating
 def write_offsets(bitmap, low_bits, unary, offsets):
-    """Write the counts in unary and the offsets of the positions to words of zeros."""
-    one, found, bit = np.uint64(1), 0, 0
-    low = (1 << low_bits) - 1
-    for w in range(bitmap.size):
-        word = np.int64(bitmap[w])
-        while word != 0:
-            position = 64 * w + trailing_zeros(word)
-            word &= word - 1
-            at = (position >> low_bits) + found
-            unary[at >> 6] |= one << np.uint64(at & 63)
-            offset, shift = np.uint64(position & low), np.uint64(bit & 63)
-            offsets[bit >> 6] |= offset << shift
-            if (bit & 63) + low_bits > 64:
-                offsets[(bit >> 6) + 1] |= offset >> (np.uint64(64) - shift)
-            bit += low_bits
-            found += 1
+    """Write the counts in unary and the offsets of the positions to words, the former zeros.
+
+    ``offsets`` has ``PADDING`` words after the last one.
+    """
+    places, codes = np.empty(64 * _WORDS + 64, np.uint32), np.empty(64 * _WORDS + 8, np.int32)
+    found, bit, low = np.int64(0), np.int64(0), np.int64((1 << low_bits) - 1)
+    for begin in range(0, bitmap.size, _WORDS):
+        n = write_places(bitmap[begin : begin + _WORDS], places)
+        for i in range(n):
+            position = 64 * begin + np.int64(places[i])
+            at = np.uint64((position >> low_bits) + found + i)
+            unary[at >> np.uint64(6)] |= np.uint64(1) << (at & np.uint64(63))
+            codes[i] = np.int32(position & low)
+        bit = write_bits(codes, n, low_bits, offsets, bit)
+        found += n
 
 
 run_write_offsets = kernel_of(write_offsets)
@@ -97,33 +128,33 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     unary = unpack_bitmap(packed[:split], n_unary, k)
     if (packed.size - split) * 8 < k * low_bits:
         raise ValueError("the offsets are cut short")
-    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
+    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + PADDING)
     bitmap = zeros((n + 63) // 64, np.uint64)
     if not run_read_offsets(unary, offsets, low_bits, n, bitmap):
         raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap
 
 
-@inlined
+@allocating
 def read_offsets(unary, offsets, low_bits, n, bitmap):
-    """Set the bits of the positions; return False unless they ascend and are below n."""
-    last, found, bit = np.int64(-1), 0, 0
-    low = np.uint64((1 << low_bits) - 1)
-    for w in range(unary.size):
-        word = np.int64(unary[w])
-        while word != 0:
-            high = 64 * w + trailing_zeros(word) - found
-            word &= word - 1
-            shift = np.uint64(bit & 63)
-            both = offsets[bit >> 6] >> shift
-            both |= (offsets[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
-            position = (high << low_bits) | np.int64(both & low)
+    """Set the bits of the positions; return False unless they ascend and are below n.
+
+    ``offsets`` has ``PADDING`` words after the last one.
+    """
+    places, codes = np.empty(64 * _WORDS + 64, np.uint32), np.empty(64 * _WORDS + 64, np.int32)
+    last, found = np.int64(-1), np.int64(0)
+    for begin in range(0, unary.size, _WORDS):
+        k = write_places(unary[begin : begin + _WORDS], places)
+        read_bits(offsets, found * low_bits, k, low_bits, codes)
+        for i in range(k):
+            high = 64 * begin + np.int64(places[i]) - found - i
+            position = (high << low_bits) | np.int64(codes[i])
             if position <= last or position >= n:
                 return False
-            bitmap[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+            at = np.uint64(position)
+            bitmap[at >> np.uint64(6)] |= np.uint64(1) << (at & np.uint64(63))
             last = position
-            bit += low_bits
-            found += 1
+        found += k
     return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.vector_values import high_product
 from horovod_fftcomp.wire.rans import CHUNK_SYMBOLS, LANES, LOWEST_STATE, PRECISION
 
@@ -26,7 +26,7 @@ def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
     return state + biases[symbol] + quotient * (np.uint64(1 << PRECISION) - f), free - full
 
 
-@inlined
+@allocating
 def encode_chunk(symbols, freqs, reciprocals, shifts, biases, out):
     """Write the final states of a chunk, then its words; return the number of words."""
     words = np.empty(CHUNK_SYMBOLS, np.uint32)  # at most 12 bits a symbol

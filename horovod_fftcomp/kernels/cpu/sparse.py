@@ -10,9 +10,9 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel, kernel_of
-from horovod_fftcomp.kernels.cpu.positions import count_bits
+from horovod_fftcomp.kernels.cpu.positions import count_bits, write_places
 from horovod_fftcomp.kernels.cpu.topk import (
     GROUP,
     LEAST_GROUPS,
@@ -36,7 +36,6 @@ from horovod_fftcomp.kernels.cpu.vector_values import (
     put_8,
     put_pairs_8,
     sum_with_keys,
-    trailing_zeros,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 
@@ -114,7 +113,7 @@ def with_threshold(coeffs: Array, peak: int, k: int, bins_per_block: int) -> Coe
     return Coefficients(coeffs, peak, *kth_key(coeffs.view(np.float32), k, options, found))
 
 
-@inlined
+@allocating
 def add_groups(a, b, out, low, high, found):
     """Write a + b; return (bits of the peak, sums of ``count_keys`` unless ``found`` is empty)."""
     above = between = kept = np.int64(0)
@@ -162,11 +161,10 @@ def select_quantize_pack(
     return bitmap[: (array.size + 63) // 64], packed.view(np.uint8)[: (n_bits + 7) // 8]
 
 
-@inlined
+@allocating
 def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
     """Select, pack and subtract, group by group; return the number of bits packed."""
-    keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
-    values = np.empty(2 * GROUP, np.float32)
+    keys, (codes, values, places) = np.empty(GROUP, np.int32), memory_of_group()
     width = 2 if is_complex else 1
     bit = np.int64(0)
     for group in range(bitmap.size * 64 // GROUP):
@@ -174,11 +172,12 @@ def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, kee
         words = bitmap[group * (GROUP // 64) : (group + 1) * (GROUP // 64)]
         fill_keys(part, is_complex, bins_per_block, scale, keys)
         ties = _mark(keys, key, ties, words)
-        n = collect(part, width, words, values)
+        n_few = write_few_places(words, part.size, width, places)
+        n = collect(part, width, words, places, n_few, values)
         encode(values, n, coding, codes)
         bit = write_bits(codes, n, coding[1], packed, bit)
         if keep:
-            scatter(part, width, words, values, False)
+            scatter(part, width, words, places, n_few, values, False)
     return bit
 
 
@@ -201,14 +200,34 @@ def _mark(keys, key, ties, words):
     return ties
 
 
-_MANY = 16  # ones of 64 bits above which visiting all places, without a branch, takes less time
+_MANY = 16  # ones of 64 bits above which visiting all places takes less time than a list of them
 
 
 @inlined
-def collect(reals, width, words, values):
-    """Gather the reals at the bitmap's ones into ``values``; return their number."""
-    n = 0
-    at, to = np.int64(reals.ctypes.data), np.int64(values.ctypes.data)
+def write_few_places(words, size, width, places):
+    """Write the places of the ones of a group's bitmap; return their number.
+
+    -1, with nothing written, for many in a whole group; ``size``: its reals.
+    """
+    if size == GROUP * width and count_bits(words) > _MANY * words.size:
+        return np.int64(-1)
+    return write_places(words, places)
+
+
+@inlined
+def collect(reals, width, words, places, n_few, values):
+    """Gather the reals at the bitmap's ones into ``values``; return their number.
+
+    ``places``, ``n_few``: of ``write_few_places``.
+    """
+    for i in range(n_few):
+        place = width * np.int64(places[i])
+        values[width * i] = reals[place]
+        if width == 2:
+            values[2 * i + 1] = reals[place + 1]
+    if n_few >= 0:
+        return width * n_few
+    at, to, n = np.int64(reals.ctypes.data), np.int64(values.ctypes.data), np.int64(0)
     for word in range(words.size):
         chosen = np.int64(words[word])
         if chosen == -1:
@@ -216,34 +235,32 @@ def collect(reals, width, words, values):
                 copy_64(at + 256 * (width * word + part), to + 4 * n)
                 n += 64
             continue
-        if count_ones(chosen) > _MANY and 64 * (word + 1) * width <= reals.size:
-            for byte in range(8):
-                ones = (chosen >> (8 * byte)) & 255
-                source = at + 4 * width * (64 * word + 8 * byte)
-                if width == 2:
-                    collect_pairs_8(source, to + 4 * n, ones)
-                else:
-                    collect_8(source, to + 4 * n, ones)
-                n += width * count_ones(ones)
-            continue
-        while chosen != 0:
-            i = (64 * word + trailing_zeros(chosen)) * width
-            chosen &= chosen - 1
-            values[n] = reals[i]
+        for byte in range(8):
+            ones = (chosen >> (8 * byte)) & 255
+            source = at + 4 * width * (64 * word + 8 * byte)
             if width == 2:
-                values[n + 1] = reals[i + 1]
-            n += width
+                collect_pairs_8(source, to + 4 * n, ones)
+            else:
+                collect_8(source, to + 4 * n, ones)
+            n += width * count_ones(ones)
     return n
 
 
 @inlined
-def scatter(reals, width, words, values, adds):
+def scatter(reals, width, words, places, n_few, values, adds):
     """Write ``values`` over the reals at the bitmap's ones, the inverse of ``collect``.
 
     ``adds``: add them to the reals, none of which is -0.
     """
-    n = 0
-    at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
+    for i in range(n_few):
+        place, value = width * np.int64(places[i]), values[width * i]
+        reals[place] = reals[place] + value if adds else value
+        if width == 2:
+            value = values[2 * i + 1]
+            reals[place + 1] = reals[place + 1] + value if adds else value
+    if n_few >= 0:
+        return
+    at, to, n = np.int64(values.ctypes.data), np.int64(reals.ctypes.data), np.int64(0)
     for word in range(words.size):
         chosen, target = np.int64(words[word]), to + 256 * width * word
         if chosen == -1:
@@ -254,26 +271,17 @@ def scatter(reals, width, words, values, adds):
                     copy_64(at + 4 * n, target + 256 * part)
                 n += 64
             continue
-        if count_ones(chosen) > _MANY and 64 * (word + 1) * width <= reals.size:
-            for byte in range(8):
-                ones = (chosen >> (8 * byte)) & 255
-                if width == 2 and adds:
-                    add_pairs_8(at + 4 * n, target + 64 * byte, ones)
-                elif width == 2:
-                    put_pairs_8(at + 4 * n, target + 64 * byte, ones)
-                elif adds:
-                    add_8(at + 4 * n, target + 32 * byte, ones)
-                else:
-                    put_8(at + 4 * n, target + 32 * byte, ones)
-                n += width * count_ones(ones)
-            continue
-        while chosen != 0:
-            i = (64 * word + trailing_zeros(chosen)) * width
-            chosen &= chosen - 1
-            reals[i] = reals[i] + values[n] if adds else values[n]
-            if width == 2:
-                reals[i + 1] = reals[i + 1] + values[n + 1] if adds else values[n + 1]
-            n += width
+        for byte in range(8):
+            ones = (chosen >> (8 * byte)) & 255
+            if width == 2 and adds:
+                add_pairs_8(at + 4 * n, target + 64 * byte, ones)
+            elif width == 2:
+                put_pairs_8(at + 4 * n, target + 64 * byte, ones)
+            elif adds:
+                add_8(at + 4 * n, target + 32 * byte, ones)
+            else:
+                put_8(at + 4 * n, target + 32 * byte, ones)
+            n += width * count_ones(ones)
 
 
 @inlined
@@ -292,7 +300,7 @@ def append_bits(whole, at, words, n_bits):
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it."""
     streams = streams_of(parts, -(-total.size // GROUP) * GROUP)
-    check_streams(run_sum_groups(total.view(np.float32), 0, total.itemsize // 4, *streams))
+    check_streams(run_sum_groups(total.view(np.float32), total.itemsize // 4, *streams))
     return total
 
 
@@ -324,33 +332,44 @@ def _rows(arrays: list[Array], n_words: int) -> Array:
     return rows
 
 
-@inlined
-def sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
+@allocating
+def sum_groups(reals, width, bitmaps, streams, codings, bits):
     """Write the sum of all payloads' values, group by group; return a corrupt payload or -1."""
-    bad = -1
-    size = GROUP * width
-    for begin in range(0, reals.size, size):
-        group = reals[begin : begin + size]
-        group[:] = np.float32(0)
-        first_word = (first_group + begin // size) * (GROUP // 64)
-        bad = max(bad, add_group(group, width, first_word, bitmaps, codes, codings, bits))
+    bad, memory = -1, memory_of_group()
+    for group in range((reals.size + GROUP * width - 1) // (GROUP * width)):
+        part = reals[group * GROUP * width : (group + 1) * GROUP * width]
+        part[:] = np.float32(0)
+        word = group * (GROUP // 64)
+        bad = max(bad, add_group(part, width, word, bitmaps, streams, codings, bits, *memory))
     return bad
 
 
 run_sum_groups = kernel_of(sum_groups)
 
 
+@allocating
+def memory_of_group():
+    """Return memory for a group's codes, values and places."""
+    places = np.empty(GROUP + 64, np.uint32)
+    return np.empty(2 * GROUP, np.int32), np.empty(2 * GROUP, np.float32), places
+
+
 @inlined
-def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
-    """Add all payloads' values in a group of bins; return the number of a corrupt one, or -1."""
+def add_group(
+    reals, width, first_word, bitmaps, streams, codings, bits, codes, values, places
+):  # fmt: skip
+    """Add all payloads' values in a group of bins; return the number of a corrupt one, or -1.
+
+    The last three: of ``memory_of_group``.
+    """
     bad = -1
-    codes, values = np.empty(2 * GROUP, np.int32), np.empty(2 * GROUP, np.float32)
     for p in range(bitmaps.shape[0]):
         words = bitmaps[p, first_word : first_word + GROUP // 64]
-        n = count_bits(words) * width
+        n_few = write_few_places(words, reals.size, width, places)
+        n = width * (n_few if n_few >= 0 else count_bits(words))
         read_bits(streams[p], bits[p], n, codings[p, 1], codes)
         if decode(codes, n, codings[p], values) > codings[p, 6]:
             bad = p
         bits[p] += n * codings[p, 1]
-        scatter(reals, width, words, values, True)
+        scatter(reals, width, words, places, n_few, values, True)
     return bad

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, mask_above, trailing_zeros
 
@@ -64,7 +64,7 @@ def below(random, n):
     return np.int64(random >> np.uint64(33)) * n >> 31
 
 
-@inlined
+@allocating
 def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     """Fill ``keys`` with a stratified sample of the ``n``: one key at random from each stretch."""
     random = np.uint64(0x9E3779B97F4A7C15)
@@ -83,35 +83,26 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     return keys
 
 
-@inlined
+@allocating
 def count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
-    """Return the sums of ``count_group`` over all groups."""
+    """Return the sums of ``count_keys`` over all groups of coefficients."""
     above = between = kept = np.int64(0)
     keys = np.empty(GROUP, np.int32)
     size = GROUP * (2 if is_complex else 1)
     for begin in range(0, reals.size, size):
-        group = reals[begin : begin + size]
-        more, inside, kept = count_group(
-            group, is_complex, bins_per_block, scale, low, high, keys, found, kept
-        )
+        fill_keys(reals[begin : begin + size], is_complex, bins_per_block, scale, keys)
+        more, inside, kept = count_keys(keys, low, high, found, kept)
         above += more
         between += inside
     return above, between, kept
 
 
 @inlined
-def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found, kept):
-    """Count a group's keys: return (number above high, number in [low, high], ``kept``).
+def count_keys(keys, low, high, found, kept):
+    """Count keys, a multiple of 64: return (number above high, number in [low, high], ``kept``).
 
     Keys in [low, high] are appended to ``found`` from ``kept`` on, as far as it is large enough.
     """
-    fill_keys(reals, is_complex, bins_per_block, scale, keys)
-    return count_keys(keys, low, high, found, kept)
-
-
-@inlined
-def count_keys(keys, low, high, found, kept):
-    """Count keys as ``count_group``, for given keys, a multiple of 64."""
     at = np.int64(keys.ctypes.data)
     above = between = np.int64(0)
     for word in range(keys.size // 64):

@@ -15,16 +15,17 @@ import numpy as np
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.inlining import inlined, optimized
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined, optimized
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.sparse import (
     NOTHING,
     add_group,
     check_streams,
+    memory_of_group,
     streams_of,
     with_threshold,
 )
-from horovod_fftcomp.kernels.cpu.topk import GROUP, count_group
+from horovod_fftcomp.kernels.cpu.topk import GROUP, count_groups
 from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
 from horovod_fftcomp.types import Array, Body, Coefficients
 
@@ -232,9 +233,7 @@ def forward_counted(
 ):  # fmt: skip
     """Transform span by span; return as ``add_groups``. ``buffers``: see ``forward_tiles``."""
     peak = above = between = kept = np.int64(0)
-    keys = np.empty(GROUP, np.int32)
     width = 1 if is_dct else 2
-    bins_per_block = length // width
     for begin in range(0, out.size, span):
         end = min(begin + span, out.size)
         top = forward_tiles(
@@ -243,27 +242,23 @@ def forward_counted(
         )  # fmt: skip
         peak = max(peak, top)
         if found.size:
-            for at in range(begin, end, GROUP * width):
-                group = out[at : min(at + GROUP * width, end)]
-                one = np.float32(1)
-                more, inside, kept = count_group(
-                    group, not is_dct, bins_per_block, one, low, high, keys, found, kept
-                )
-                above += more
-                between += inside
+            more, inside, new = count_groups(
+                out[begin:end], not is_dct, length // width, np.float32(1), low, high, found[kept:]
+            )
+            above, between, kept = above + more, between + inside, kept + new
     return peak, above, between, kept
 
 
 run_forward_counted = kernel_of(forward_counted)
 
 
-@inlined
+@allocating
 def inverse_of_sum(
-    out, first_span, span, bitmaps, codes, codings, bits,
+    out, span, bitmaps, streams, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
 ):  # fmt: skip
     """Sum all payloads and transform back, span by span; return a corrupt payload or -1."""
-    bad = -1
+    bad, memory = -1, memory_of_group()
     width = 1 if is_dct else 2
     tile = LANES * length
     coeffs, rest = np.empty(span, np.float32), np.empty(span, np.float32)
@@ -272,9 +267,9 @@ def inverse_of_sum(
         used = (end - begin + tile - 1) // tile * tile
         coeffs[:used] = np.float32(0)
         for at in range(0, used, GROUP * width):
-            word = (first_span * span + begin + at) // width // 64
+            word = (begin + at) // width // 64
             group = coeffs[at : at + GROUP * width]
-            bad = max(bad, add_group(group, width, word, bitmaps, codes, codings, bits))
+            bad = max(bad, add_group(group, width, word, bitmaps, streams, codings, bits, *memory))
         to = out[begin:end] if end - begin == used else rest[:used]
         _inverse(
             coeffs[:used], to, is_dct, length, radices, twiddles, splits, turns, scale, scratch
@@ -311,7 +306,7 @@ def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) ->
     span = span_of(block, width)
     streams = streams_of(parts, -(-total.size // span) * (span // width))
     scratch = np.empty(2 * LANES * block, np.float32)
-    check_streams(run_inverse_of_sum(total, 0, span, *streams, *constants, scratch))
+    check_streams(run_inverse_of_sum(total, span, *streams, *constants, scratch))
     return total
 
 

@@ -20,7 +20,7 @@ from horovod_fftcomp.codec.quantizers import (
 )
 from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.arrays import as_float32
-from horovod_fftcomp.kernels.cpu.inlining import inlined
+from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 
 STEP = 64  # values that a codelet processes
 PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
@@ -29,7 +29,7 @@ for _function in (key_exponent, fitted_grid, range_coding):
     register_jitable(_function)
 
 
-@inlined
+@allocating
 def float_of(bits):
     """Return the float32 with this bit pattern."""
     pattern = np.empty(1, np.int32)

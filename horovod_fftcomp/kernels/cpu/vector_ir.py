@@ -44,11 +44,12 @@ class _Emitter:
     def ints(self, number: int) -> ir.Value:
         return ir.Constant(INTS, [number] * LANES)
 
-    def spread(self, scalar: ir.Value) -> ir.Value:
+    def spread(self, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
         """Return a vector with a number in every lane."""
-        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(first, empty, self.ints(0))
+        picks = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+        return self.builder.shuffle_vector(first, empty, picks)
 
     def broadcast_int(self, address: ir.Value) -> ir.Value:
         """Return a vector with the lower half of the int64 at ``address`` in every lane."""

@@ -29,14 +29,9 @@ _LONGS = ir.VectorType(I64, LANES)
 def _mask_above(emit, keys, threshold):
     """Return a mask of the 64 int32 at ``keys``: ones where they are above the threshold."""
     builder = emit.builder
-    limits = emit.spread(builder.trunc(threshold, I32))
-    mask = ir.Constant(I64, 0)
-    for part in range(64 // LANES):
-        values = emit.load_as(INTS, emit.at(keys, VECTOR_NBYTES * part))
-        bits = builder.bitcast(builder.icmp_signed(">", values, limits), ir.IntType(LANES))
-        shift = ir.Constant(I64, LANES * part)
-        mask = builder.or_(mask, builder.shl(builder.zext(bits, I64), shift))
-    return mask
+    limits = emit.spread(builder.trunc(threshold, I32), 64)
+    values = emit.load_as(ir.VectorType(I32, 64), keys)
+    return builder.bitcast(builder.icmp_signed(">", values, limits), I64)
 
 
 def _sum_with_keys(with_addend: bool) -> Callable:
@@ -323,6 +318,19 @@ put_8, put_pairs_8 = _put_back_8(1, False), _put_back_8(2, False)
 add_8, add_pairs_8 = _put_back_8(1, True), _put_back_8(2, True)
 
 
+def _write_places(emit, word, first, places):
+    """Write ``first`` plus the places of the eight lowest ones of a word, int32; return the rest.
+
+    Of fewer ones, what follows their places is undefined.
+    """
+    builder = emit.builder
+    for lane in range(LANES):
+        place = builder.add(first, _trailing_zeros(emit, word))
+        emit.store_as(I32, builder.trunc(place, I32), emit.at(places, 4 * lane))
+        word = builder.and_(word, builder.sub(word, ir.Constant(I64, 1)))
+    return word
+
+
 def _trailing_zeros(emit, word):
     return emit.builder.cttz(word, ir.Constant(ir.IntType(1), 0))
 
@@ -339,6 +347,7 @@ def _high_product(emit, a, b):
 
 
 mask_above = codelet(_mask_above, 2, types.uint64)
+write_places = codelet(_write_places, 3, types.int64)
 trailing_zeros = codelet(_trailing_zeros, 1, types.int64)
 count_ones = codelet(_count_ones, 1, types.int64)
 high_product = codelet(_high_product, 2, types.uint64)

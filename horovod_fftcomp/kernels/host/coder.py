@@ -26,7 +26,6 @@ from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, 
 from horovod_fftcomp.types import Array, Arrays, OldState, Tensors
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
-from horovod_fftcomp.wire.positions import Layout
 
 Squares = tuple[float, float, float]
 _MOST_BUCKETS, _MOST_CODECS = 1024, 4  # of cached coders
@@ -142,14 +141,13 @@ class HostCoder:
 
     def _residuals(self, old: Mapping[str, Array]) -> list[Array | None]:
         """Return the members' residuals; those of tensors that are now sent as they are, too."""
-        found = []
-        for number in self._members:
-            codec, (name, shape) = self._codecs[number], self._tensors[number]
-            residual = old.get(name)
-            if residual is not None and codec.plan(shape).layout is Layout.RAW:
+        found = [old.get(self._tensors[number].name) for number in self._members]
+        for place in self._bucket.raw:
+            if (residual := found[place]) is not None:
+                number = self._members[place]
+                codec, shape = self._codecs[number], self._tensors[number].shape
                 check_state("residual", residual, codec.coeffs_format(shape))
-                residual = codec.transform.inverse(residual, math.prod(shape), cpu)
-            found.append(residual)
+                found[place] = codec.transform.inverse(residual, math.prod(shape), cpu)
         return found
 
     def _moved(
