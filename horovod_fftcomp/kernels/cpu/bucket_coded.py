@@ -56,9 +56,7 @@ def encode_coded_bucket(
 
     As ``encode_sparse``. ``scales``: of the pieces, float64; NaN or infinity if one is not finite.
     """
-    most = longest_of(pieces, first, end)
-    scratch = np.empty(0 if kept else most, np.float32)
-    scaled = np.empty(0 if decay == 1 else most, np.float32)
+    scratch = np.empty(0 if kept else longest_of(pieces, first, end), np.float32)
     for q in range(first, end):
         piece = pieces[q]
         m = piece.member
@@ -66,7 +64,7 @@ def encode_coded_bucket(
         body = message[offsets[m] + row.values_offset : offsets[m] + row.payload_nbytes]
         if stage == ADD:
             grad, addend, values = arrays_of(
-                piece, row, grads[m], residuals[m], kept, decay, scratch, scaled
+                piece, row, grads[m], residuals[m], kept, decay, scratch
             )
             scales[q] = np.nan
             if sum_to(values, grad, addend, kept) <= LARGEST_FINITE_BITS:

@@ -84,24 +84,21 @@ def encode_dense(
     As ``encode_sparse``. ``peaks_of``: bits of each piece's peak, 0 where a method needs none.
     ``sums``, ``counts``: of groups, float64 ``[n, 2]`` and int64 ``[n]``.
     """
-    most = longest_of(pieces, first, end)
-    scratch = np.empty(0 if kept else most, np.float32)
-    scaled = np.empty(0 if decay == 1 else most, np.float32)
+    scratch = np.empty(0 if kept else longest_of(pieces, first, end), np.float32)
     for q in range(first, end):
         piece = pieces[q]
         m, whole = piece.member, piece.parts == 1
         row = members[m]
-        grad, addend, values = arrays_of(
-            piece, row, grads[m], residuals[m], kept, decay, scratch, scaled
-        )
+        factor = decay if stage == ADD and row.method < ONE_BIT else np.float32(1)
+        grad, addend, values = arrays_of(piece, row, grads[m], residuals[m], kept, factor, scratch)
         body = message[offsets[m] + row.values_offset : offsets[m] + row.payload_nbytes]
         grid, clip, key = levels[m], clips[m], keys[m]
         own_sums, own_counts = sums[row.sums :][: row.n_sums], counts[row.sums :][: row.n_sums]
         own_starts = starts[row.sums : row.sums + row.n_sums]
         if stage == ADD:
             peaks_of[q] = _add(
-                piece, row, grad, addend, values, grid, clip, key, subtract, own_starts, own_sums,
-                own_counts, body, kept,
+                piece, row, grad, addend, decay, values, grid, clip, key, subtract, own_starts,
+                own_sums, own_counts, body, kept,
             )  # fmt: skip
         peak = _peak_of(piece, row, peaks_of, own_sums)
         finite, by_bucket = peak <= LARGEST_FINITE_BITS, row.method == LEVELS and grid[2] != GIVEN
@@ -141,7 +138,8 @@ def _words_of(row, grid, body, begin, end):
 
 @allocating
 def _add(
-    piece, row, grad, addend, values, grid, clip, key, subtract, starts, sums, counts, body, kept
+    piece, row, grad, addend, decay, values, grid, clip, key, subtract, starts, sums, counts, body,
+    kept,
 ):  # fmt: skip
     """Write gradient plus residual, and what needs no sum over the tensor; return the peak."""
     words = _words_of(row, grid, body, piece.begin, piece.end)
@@ -151,7 +149,7 @@ def _add(
         here, after = _first_from(starts, piece.begin), _first_from(starts, piece.end)
         own = starts[here : after + 1] - piece.begin
         encode_sign_groups(
-            grad if addend.size else addend, addend, values, own, words, sums[here:after],
+            grad if addend.size else addend, addend, decay, values, own, words, sums[here:after],
             counts[here:after], _sign_of_zero(row, key),
         )  # fmt: skip
         return np.int64(0)

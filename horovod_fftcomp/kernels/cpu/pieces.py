@@ -71,19 +71,18 @@ def pieces_of(reals: Sequence[int]) -> Pieces:
 
 
 @allocating
-def arrays_of(piece, row, grad, residual, kept, decay, scratch, scaled):
+def arrays_of(piece, row, grad, residual, kept, decay, scratch):
     """Return gradient and residual of a piece of a dense codec's tensor, and where their sum goes.
 
     ``grad``, ``residual``, ``kept``: addresses, of the tensor's gradient, of its residual or 0, and
-    of the arena for the sum or 0: then it goes to ``scratch``, or is the gradient itself.
-    ``scaled``: memory for the residual times ``decay``.
+    of the arena for the sum or 0: then it goes to ``scratch``, or is the gradient itself. Where the
+    sum goes the residual is multiplied by ``decay``, unless that is 1.
     """
     n = piece.end - piece.begin
     values = floats_at(grad + 4 * piece.begin, n)
-    addend = residual_at(residual + 4 * piece.begin if residual else residual, n, decay, scaled)
-    if kept:
-        return values, addend, floats_at(kept + 4 * (row.kept + piece.begin), n)
-    return values, addend, scratch[:n] if addend.size else values
+    out = floats_at(kept + 4 * (row.kept + piece.begin), n) if kept else scratch[:n]
+    addend = residual_at(residual + 4 * piece.begin if residual else residual, n, decay, out)
+    return values, addend, out if kept or addend.size else values
 
 
 @allocating

@@ -20,8 +20,8 @@ _U = np.uint32
 
 
 @optimized
-def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
-    """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty.
+def encode_sign_groups(a, b, decay, values, starts, words, sums, counts, zero):
+    """Write signs, sums and counts of consecutive groups, of a + decay b unless ``a`` is empty.
 
     ``zero``: the sign of zeros, of ``SIGNS``.
     """
@@ -33,7 +33,7 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
         if a.size:
             grad, addend = a[begin : begin + GROUP], b[begin : begin + GROUP]
             for i in range(part.size):
-                part[i] = grad[i] + addend[i]
+                part[i] = grad[i] + addend[i] * decay
         while piece < sums.shape[0] and starts[piece] < begin + GROUP:
             here = part[starts[piece] - begin : starts[piece + 1] - begin]
             _sides(here, up, down)
