@@ -75,6 +75,7 @@ RANGES = {  # as descriptions tell them, and numbers beyond their ends
     r"above (\d+) and at most (\d+)": lambda low, high: [low, low - 0.1, 1.0000001 * high],
     r"from (\d+) to below (\d+)": lambda low, high: [low - 0.1, float(high), 2 * high],
     r"([\d,]+) to ([\d,]+)": lambda low, high: [low - 1, low - 2, high + 1],
+    r"above (\d+)": lambda low: [low, low - 0.1, low - 2],
 }
 
 
@@ -89,8 +90,8 @@ def out_of_range(recipe, name):
         if found := re.search(form, described):
             return numbers(*(int(end.replace(",", "")) for end in found.groups()))
     return pytest.fail(
-        f"describe {name} with its range in get_scheme of horovod_fftcomp/recipes.py, as '1 to 64' "
-        "or 'above 0 and at most 1', or add it to OUT_OF_RANGE"
+        f"describe {name} with its range in get_scheme of horovod_fftcomp/recipes.py, as '1 to 64', "
+        "'above 0' or 'above 0 and at most 1', or add it to OUT_OF_RANGE"
     )
 
 
