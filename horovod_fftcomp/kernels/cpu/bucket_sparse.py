@@ -207,8 +207,8 @@ def _write_body(q, pieces, row, coeffs, bitmap, codes, tallies, payload):
         copy_bytes(used, row.positions_nbytes, payload, at)
     elif row.layout == _OFFSETS:
         n_words = (row.n_unary + 63) // 64
-        unary = np.zeros(n_words, np.uint64)
-        low = np.empty((row.k * row.low_bits + 63) // 64 + PADDING, np.uint64)
+        both = np.zeros(n_words + (row.k * row.low_bits + 63) // 64 + 1, np.uint64)
+        unary, low = both[:n_words], both[n_words:]
         write_offsets(used, row.low_bits, unary, low)
         split = (row.n_unary + 7) // 8
         copy_bytes(unary, split, payload, at)
@@ -274,7 +274,7 @@ def _memory(first, end, pieces, members, n_ranks, width, span):
     streams = np.empty((n_ranks, min(longest // 2, most // 8) + PADDING + 2), np.uint64)
     whole, scratch = (
         np.empty((n_whole + 63) // 64, np.uint64),
-        np.empty(most // 8 + PADDING + 4, np.uint64),
+        np.empty(most // 8 + 4, np.uint64),
     )
     return bitmaps, streams, whole, scratch
 
@@ -326,7 +326,7 @@ def _read_positions(row, payload, scratch, bitmap):
         return True
     split = (row.n_unary + 7) // 8
     unary = scratch[: (row.n_unary + 63) // 64]
-    low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + PADDING]
+    low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + 1]
     fill_words(packed[:split], unary)
     fill_words(packed[split:], low)
     if not bitmap_has(unary, row.n_unary, row.k):

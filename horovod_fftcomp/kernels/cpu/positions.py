@@ -8,7 +8,6 @@ from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
-from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import unary_bits
@@ -94,18 +93,15 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     """Return the ``k`` positions as offsets in blocks of 2^low_bits bits, uint8."""
     n_unary = unary_bits(n, k, low_bits)
     unary = zeros((n_unary + 63) // 64, np.uint64)
-    offsets = np.empty((k * low_bits + 63) // 64 + PADDING, np.uint64)
+    offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
     run_write_offsets(bitmap, low_bits, unary, offsets)
     return np.concatenate([pack_bitmap(unary, n_unary), pack_bitmap(offsets, k * low_bits)])
 
 
 @allocating
 def write_offsets(bitmap, low_bits, unary, offsets):
-    """Write the counts in unary and the offsets of the positions to words, the former zeros.
-
-    ``offsets`` has ``PADDING`` words after the last one.
-    """
-    places, codes = np.empty(64 * _WORDS + 64, np.uint32), np.empty(64 * _WORDS + 8, np.int32)
+    """Write the counts in unary and the offsets of the positions to words of zeros."""
+    places = np.empty(64 * _WORDS + 64, np.uint32)
     found, bit, low = np.int64(0), np.int64(0), np.int64((1 << low_bits) - 1)
     for begin in range(0, bitmap.size, _WORDS):
         n = write_places(bitmap[begin : begin + _WORDS], places)
@@ -113,8 +109,10 @@ def write_offsets(bitmap, low_bits, unary, offsets):
             position = 64 * begin + np.int64(places[i])
             at = np.uint64((position >> low_bits) + found + i)
             unary[at >> np.uint64(6)] |= np.uint64(1) << (at & np.uint64(63))
-            codes[i] = np.int32(position & low)
-        bit = write_bits(codes, n, low_bits, offsets, bit)
+            shift, offset = np.uint64(bit & 63), np.uint64(position & low)
+            offsets[bit >> 6] |= offset << shift
+            offsets[(bit >> 6) + 1] |= (offset >> np.uint64(1)) >> (np.uint64(63) - shift)
+            bit += low_bits
         found += n
 
 
@@ -128,7 +126,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     unary = unpack_bitmap(packed[:split], n_unary, k)
     if (packed.size - split) * 8 < k * low_bits:
         raise ValueError("the offsets are cut short")
-    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + PADDING)
+    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
     bitmap = zeros((n + 63) // 64, np.uint64)
     if not run_read_offsets(unary, offsets, low_bits, n, bitmap):
         raise ValueError(f"the positions do not ascend, or are not below {n}")
@@ -137,18 +135,18 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
 
 @allocating
 def read_offsets(unary, offsets, low_bits, n, bitmap):
-    """Set the bits of the positions; return False unless they ascend and are below n.
-
-    ``offsets`` has ``PADDING`` words after the last one.
-    """
-    places, codes = np.empty(64 * _WORDS + 64, np.uint32), np.empty(64 * _WORDS + 64, np.int32)
-    last, found = np.int64(-1), np.int64(0)
+    """Set the bits of the positions; return False unless they ascend and are below n."""
+    places = np.empty(64 * _WORDS + 64, np.uint32)
+    last, found, bit, low = np.int64(-1), np.int64(0), np.int64(0), np.uint64((1 << low_bits) - 1)
     for begin in range(0, unary.size, _WORDS):
         k = write_places(unary[begin : begin + _WORDS], places)
-        read_bits(offsets, found * low_bits, k, low_bits, codes)
         for i in range(k):
             high = 64 * begin + np.int64(places[i]) - found - i
-            position = (high << low_bits) | np.int64(codes[i])
+            shift = np.uint64(bit & 63)
+            both = offsets[bit >> 6] >> shift
+            both |= (offsets[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
+            position = (high << low_bits) | np.int64(both & low)
+            bit += low_bits
             if position <= last or position >= n:
                 return False
             at = np.uint64(position)
