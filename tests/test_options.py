@@ -90,8 +90,8 @@ def out_of_range(recipe, name):
         if found := re.search(form, described):
             return numbers(*(int(end.replace(",", "")) for end in found.groups()))
     return pytest.fail(
-        f"describe {name} with its range in get_scheme of horovod_fftcomp/recipes.py, as '1 to 64', "
-        "'above 0' or 'above 0 and at most 1', or add it to OUT_OF_RANGE"
+        f"describe {name} with its range in get_scheme of horovod_fftcomp/recipes.py, as "
+        "'1 to 64', 'above 0' or 'above 0 and at most 1', or add it to OUT_OF_RANGE"
     )
 
 
