@@ -146,7 +146,7 @@ def encode_sparse(
                 _write_body(q, pieces, row, coeffs, words, codes, tallies, payload)
 
 
-@inlined
+@allocating
 def _add(
     piece, row, grad, residual, coeffs, tiles, scaled, keys, transform, span, decay, tally
 ):  # fmt: skip

@@ -95,7 +95,8 @@ def allocating(
 ) -> Any:
     """Compile as ``inlined``, with references to arrays counted.
 
-    For functions that make arrays or return parts of them.
+    For functions that make arrays, return them, or get them from such functions: what ``inlined``
+    ones got would never be freed (``tests/test_kernel_memory.py``).
     """
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     own = {**options, "pipeline_class": by, "_nrt": counts} if _IS_AS_EXPECTED else {}

@@ -117,7 +117,7 @@ def count_keys(keys, low, high, found, kept):
     return above, between, kept
 
 
-@inlined
+@allocating
 def kth_of_few(reals, n, k, options, found):
     """Return (the k-th largest key of ``n``, number of keys equal to it among the k largest).
 
