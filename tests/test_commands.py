@@ -169,7 +169,9 @@ def test_commands_of_launchers_and_scripts_are_read():
 
 # What runs on one machine without root and within a minute. Scripts in benchmarks/ take longer, and
 # targets of make are run by hand and by CI.
-ELSEWHERE = re.compile(r"-H |--nnodes [^1]|--all|benchmarks/|--json bench.json|out/charlm|mpirun|srun")
+ELSEWHERE = re.compile(
+    r"-H |--nnodes [^1]|--all|benchmarks/|--json bench.json|out/charlm|mpirun|srun"
+)
 RUN = [shlex.join(words) for words in ALL if words[0] in (*LAUNCHERS, "horovod-fftcomp")]
 RUN = [command for command in RUN if not ELSEWHERE.search(command)]
 

@@ -44,7 +44,7 @@ def print_comparison(rows: _Rows) -> None:
 def _cells(jobs: _Rows, base: _Rows, is_none: bool, times: Sequence[Jobs]) -> dict[str, str]:
     """Return what is known of a compression, by ``_COLUMNS``; ``is_none``: the base is none.
 
-    ``times``: those of all compressions, whose jobs are taken to vary alike.
+    ``times``: those of all compressions, which tell how much jobs vary.
     """
     wrong = {row["trouble"] for row in jobs} - {""}
     cells = {"ranks": DIFFER if wrong == {DIFFER} else "failed" if wrong else "equal bits"}

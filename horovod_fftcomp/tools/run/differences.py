@@ -31,37 +31,46 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(value, _half_of_rounds(_squares(values, value), n - 1, n) if n > 1 else None)
 
 
-def difference(base: Jobs, jobs: Jobs, alike: Sequence[Jobs] = ()) -> Estimate | None:
+def difference(base: Jobs, jobs: Jobs, every: Sequence[Jobs] = ()) -> Estimate | None:
     """Return the mean of jobs - base over the rounds that both have; None if they have none.
 
     Blocks of the same number are a pair, so what a round or a place in the training has in common
     cancels; a round counts with the mean of the middle half of its pairs, which a burst of other
-    work on the machine hardly moves. The interval is of rounds that vary as all these means do
-    between any two of ``alike`` (those two if it is empty), as in an analysis of variance of rounds
-    and compressions. Without blocks it is Student's. With them it depends, besides, on what a job
-    has of its own.
+    work on the machine hardly moves. The interval is of rounds that vary as these means do, and as
+    those between any two of ``every`` compression, which count half: their jobs may vary by less.
+    Without blocks it is Student's. With them it depends, besides, on what a job has of its own.
     """
-    groups = alike or (base, jobs)
     own = [middle for middle, _ in _rounds(base, jobs)]
     if not own:
         return None
-    value = _mean(own)
-    squares, freedom, known = 0.0, 0.0, []
-    for one, other in itertools.combinations(groups, 2):
-        # Of k groups, k / 2 times as many squares as those of groups, independent of each other.
-        rounds = _rounds(one, other)
-        means = [middle for middle, _ in rounds]
-        if means:
-            squares += 2 / len(groups) * _squares(means, _mean(means))
-            freedom += 2 / len(groups) * (len(means) - 1)
-        known += [variance for _, variance in rounds if variance]  # not of a single block
-    freedom = round(freedom)
+    value, (squares, freedom, known) = _mean(own), _variation([base, jobs])
     if not freedom:
         return Estimate(value, None)
+    if len(whole := [group for group in every if group]) > 2:
+        all_squares, all_freedom, known = _variation(whole)
+        more = max(1e-9, all_freedom - freedom)
+        share = min(0.5, 2 * freedom / more)  # of many not more than twice as much
+        squares, freedom = squares + share * max(0, all_squares - squares), freedom + share * more
     within = _mean(known or [0.0])
     if squares < _MOST * within:
         return Estimate(value, _half_of_blocks(squares, freedom, len(own), within))
     return Estimate(value, _half_of_rounds(squares, freedom, len(own)))
+
+
+def _variation(groups: Sequence[Jobs]) -> tuple[float, float, list[float]]:
+    """Return squares, freedom and variances of blocks of the rounds between any two of groups.
+
+    As in an analysis of variance of rounds and compressions: of k groups there are k / 2 times as
+    many squares as are independent of each other.
+    """
+    squares, freedom, known = 0.0, 0.0, []
+    for one, other in itertools.combinations(groups, 2):
+        rounds = _rounds(one, other)
+        if means := [middle for middle, _ in rounds]:
+            squares += 2 / len(groups) * _squares(means, _mean(means))
+            freedom += 2 / len(groups) * (len(means) - 1)
+        known += [variance for _, variance in rounds if variance]  # not of a single block
+    return squares, freedom, known
 
 
 def _rounds(base: Jobs, jobs: Jobs) -> list[tuple[float, float]]:
@@ -70,12 +79,12 @@ def _rounds(base: Jobs, jobs: Jobs) -> list[tuple[float, float]]:
     return [_middle([b - a for a, b in zip(*pair, strict=False)]) for pair in pairs]
 
 
-def _half_of_rounds(squares: float, freedom: int, n: int) -> float:
+def _half_of_rounds(squares: float, freedom: float, n: int) -> float:
     """Return half the width of Student's interval of the mean of n."""
-    return _t(freedom) * math.sqrt(squares / freedom / n)
+    return _t(max(1, round(freedom))) * math.sqrt(squares / freedom / n)
 
 
-def _half_of_blocks(squares: float, freedom: int, n: int, within: float) -> float:
+def _half_of_blocks(squares: float, freedom: float, n: int, within: float) -> float:
     """Return half the width of the interval of the mean of n rounds.
 
     Few rounds hardly show how much jobs vary by themselves. So the interval is a mean over that
