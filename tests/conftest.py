@@ -13,7 +13,6 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
-from horovod_fftcomp.engine import policy
 from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
 
 from . import loops
@@ -21,9 +20,6 @@ from . import loops
 # The first example may compile a kernel.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
-
-# Tests compress from the first step on, unless they ask for a warm-up.
-policy.WARMUP_STEPS = 0
 
 # MPI waits busily. Ranks that share two cores keep each other from what they wait for, unless
 # Horovod looks for work less often than each millisecond: steps of 3 ms may take 100 otherwise. At
