@@ -13,19 +13,23 @@ from horovod_fftcomp import get_scheme, list_compressors
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import always
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.simulation import exchange_once
 
-# One below a sample's size, one with a few pieces if there are several threads.
-TENSORS = (Tensor("a", (20, 10)), Tensor("b", (300, 200)), Tensor("c", (1000, 500)))
+# The first is too small for a sample of its keys.
+SMALL = (Tensor("a", (20, 10)), Tensor("b", (300, 200)), Tensor("c", (1000, 500)))
+LARGE = (Tensor("a", (1500, 1500)),)  # its keys are counted while coefficients are computed
+CASES = [(get_scheme(recipe), SMALL) for recipe in list_compressors()]
+CASES += [(get_scheme(recipe), LARGE) for recipe in ("topk", "fft", "demo")]
+CASES += [(Allgather(get_scheme("topk").codec, decay=0.9), SMALL)]
 
 
-def kept_by_kernels(recipe: str, options: dict, n_steps: int) -> int:
+def kept_by_kernels(scheme: Scheme, tensors: tuple[Tensor, ...], n_steps: int = 4) -> int:
     """Return how many blocks are not freed after the last of some steps that were after two."""
-    rng, scheme = np.random.default_rng(0), get_scheme(recipe)
-    policy = always(scheme if not options else type(scheme)(scheme.codec, **options))
-    engines = [Engine([Bucket(TENSORS, policy)], rank, 2) for rank in range(2)]
-    grads = [[[rng.standard_normal(t.shape, np.float32).ravel() for t in TENSORS]] for _ in "ab"]
+    rng, policy = np.random.default_rng(0), always(scheme)
+    engines = [Engine([Bucket(tensors, policy)], rank, 2) for rank in range(2)]
+    grads = [[[rng.standard_normal(t.shape, np.float32).ravel() for t in tensors]] for _ in "ab"]
     kept = []
     for _ in range(2 + n_steps):
         exchange_once(engines, grads, random.Random(0))
@@ -45,8 +49,6 @@ def counted():
     _nrt_python.memsys_disable_stats()
 
 
-@pytest.mark.parametrize("recipe", list_compressors())
-def test_kernels_free_what_they_allocate(counted, recipe, n_threads):
-    assert kept_by_kernels(recipe, {}, 4) <= 0
-    if recipe == "topk":
-        assert kept_by_kernels(recipe, {"decay": 0.9}, 4) <= 0
+@pytest.mark.parametrize(("scheme", "tensors"), CASES)
+def test_kernels_free_what_they_allocate(counted, scheme, tensors, n_threads):
+    assert kept_by_kernels(scheme, tensors) <= 0

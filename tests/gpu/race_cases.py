@@ -56,8 +56,7 @@ TENSORS = (Tensor("a", (50, 100)), Tensor("b", (300,)))
 
 def run_steps(device: cuda.Device, recipe: str, options: dict, n_steps: int = 2) -> None:
     """Run steps of two ranks, with residuals, the first of them measured."""
-    policy = make_policy(recipe, **{"warmup_steps": 0} | options)
-    bucket, rng = Bucket(TENSORS, policy), np.random.default_rng(2)
+    bucket, rng = Bucket(TENSORS, make_policy(recipe, **options)), np.random.default_rng(2)
     engines = [Engine([bucket], rank, 2, device) for rank in range(2)]
     for _ in range(n_steps):
         grads = [

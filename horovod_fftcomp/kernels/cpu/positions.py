@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
-from horovod_fftcomp.kernels.cpu.vector_values import count_ones
+from horovod_fftcomp.kernels.cpu.vector_values import count_ones, places_8
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import unary_bits
 
@@ -39,7 +38,7 @@ def write_places(bitmap, places):
         word, at = np.int64(bitmap[w]), to + 4 * n
         n += count_ones(word)
         while True:  # more than once only for more than eight
-            word = vector_values.write_places(word, 64 * w, at)
+            word = places_8(word, 64 * w, at)
             at += 32
             if word == 0:
                 break

@@ -318,7 +318,7 @@ put_8, put_pairs_8 = _put_back_8(1, False), _put_back_8(2, False)
 add_8, add_pairs_8 = _put_back_8(1, True), _put_back_8(2, True)
 
 
-def _write_places(emit, word, first, places):
+def _places_8(emit, word, first, places):
     """Write ``first`` plus the places of the eight lowest ones of a word, int32; return the rest.
 
     Of fewer ones, what follows their places is undefined.
@@ -347,7 +347,7 @@ def _high_product(emit, a, b):
 
 
 mask_above = codelet(_mask_above, 2, types.uint64)
-write_places = codelet(_write_places, 3, types.int64)
+places_8 = codelet(_places_8, 3, types.int64)
 trailing_zeros = codelet(_trailing_zeros, 1, types.int64)
 count_ones = codelet(_count_ones, 1, types.int64)
 high_product = codelet(_high_product, 2, types.uint64)

@@ -31,13 +31,13 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(value, _half_of_rounds(_squares(values, value), n - 1, n) if n > 1 else None)
 
 
-def difference(base: Jobs, jobs: Jobs, every: Sequence[Jobs] = ()) -> Estimate | None:
+def difference(base: Jobs, jobs: Jobs, compressions: Sequence[Jobs] = ()) -> Estimate | None:
     """Return the mean of jobs - base over the rounds that both have; None if they have none.
 
     Blocks of the same number are a pair, so what a round or a place in the training has in common
     cancels; a round counts with the mean of the middle half of its pairs, which a burst of other
     work on the machine hardly moves. The interval is of rounds that vary as these means do, and as
-    those between any two of ``every`` compression, which count half: their jobs may vary by less.
+    those between any two of all ``compressions``, which count half: their jobs may vary by less.
     Without blocks it is Student's. With them it depends, besides, on what a job has of its own.
     """
     own = [middle for middle, _ in _rounds(base, jobs)]
@@ -46,10 +46,9 @@ def difference(base: Jobs, jobs: Jobs, every: Sequence[Jobs] = ()) -> Estimate |
     value, (squares, freedom, known) = _mean(own), _variation([base, jobs])
     if not freedom:
         return Estimate(value, None)
-    if len(whole := [group for group in every if group]) > 2:
-        all_squares, all_freedom, known = _variation(whole)
-        more = max(1e-9, all_freedom - freedom)
-        share = min(0.5, 2 * freedom / more)  # of many not more than twice as much
+    all_squares, all_freedom, found = _variation([group for group in compressions if group])
+    if (more := all_freedom - freedom) > 0:
+        known, share = found, min(0.5, 2 * freedom / more)  # of many not more than twice as much
         squares, freedom = squares + share * max(0, all_squares - squares), freedom + share * more
     within = _mean(known or [0.0])
     if squares < _MOST * within:
@@ -58,7 +57,7 @@ def difference(base: Jobs, jobs: Jobs, every: Sequence[Jobs] = ()) -> Estimate |
 
 
 def _variation(groups: Sequence[Jobs]) -> tuple[float, float, list[float]]:
-    """Return squares, freedom and variances of blocks of the rounds between any two of groups.
+    """Return squared deviations, degrees of freedom and variances of blocks between any two groups.
 
     As in an analysis of variance of rounds and compressions: of k groups there are k / 2 times as
     many squares as are independent of each other.
