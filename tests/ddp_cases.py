@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps, streams
 from horovod_fftcomp.torch_distributed.gradients import Arrival
-from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThreads, RankGroup
 from tests.parallel import told_of_nan
 
 RECIPES = [
@@ -144,13 +145,13 @@ def test_horovod_is_not_imported():
 
 def test_rounds_are_those_of_their_process_group():
     rank, size = dist.get_rank(), dist.get_world_size()
-    network, group = NetworkThread(), RankGroup(range(size), "test", 30.0)
+    network, group = NetworkThreads(), RankGroup(range(size), "test", 30.0)
 
     def output(collective, data, **options):
         return network.send(Round(collective, data, **options), collective, group).wait(30.0)
 
-    for length in (rank, 3):  # unequal, one of them empty; equal
-        got = output("allgather", np.full(length, rank, np.uint8))
+    for length, inside in itertools.product((rank, 3), (False, True)):  # unequal, one empty; equal
+        got = output("allgather", np.full(length, rank, np.uint8), inside=inside)
         assert got.tolist() == [r for r in range(size) for _ in range(r if length == rank else 3)]
     assert output("allgather", np.empty(0, np.uint8)).size == 0
     for dtype in (np.float32, np.float16):
@@ -173,7 +174,7 @@ def test_rounds_for_which_streams_wait_have_the_same_outputs(monkeypatch):
     """By the process group of the job, which here is Gloo's, in the place of NCCL's."""
     monkeypatch.setattr(streams, "is_on_host", lambda data: False)
     rank, size = dist.get_rank(), dist.get_world_size()
-    thread, group = NetworkThread(), RankGroup(range(size), "streams", 30.0)
+    thread, group = NetworkThreads(), RankGroup(range(size), "streams", 30.0)
     network = streams.StreamNetwork(thread, dist.group.WORLD, torch.device("cpu"))
     network.limit_s = lambda: 30.0
     rng = np.random.default_rng(rank)
@@ -183,6 +184,7 @@ def test_rounds_for_which_streams_wait_have_the_same_outputs(monkeypatch):
         ("allgather", same),
         ("allgather", same | {"equal": False}),
         ("allgather", {"data": rng.integers(0, 255, 2 * rank, np.uint8)}),
+        ("allgather", {"data": rng.integers(0, 255, 2 * rank, np.uint8), "inside": True}),
         ("allgather", {"data": np.empty(0, np.uint8)}),
         ("allreduce", {"data": rng.standard_normal(9).astype(np.float32)}),
         ("broadcast", {"data": rng.standard_normal(9).astype(np.float32), "root": 1}),

@@ -46,7 +46,7 @@ def network(request, monkeypatch):
     if request.param == "streams":
         if HAS_GPU:
             pytest.skip("the ranks share a GPU, which NCCL refuses")
-        monkeypatch.setattr(compressor, "stream_group", lambda group, place: group)
+        monkeypatch.setattr(compressor, "streams_wait", lambda group, place: True)
     return request.param
 
 
@@ -285,8 +285,8 @@ def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch
         launched,
         lambda made, name, group: (made.collective, name, group.ranks, made.equal, len(made.data)),
     )
-    noted(rounds.NetworkThread, "send", on_host, lambda made, name, group: name.split(".")[2])
-    noted(rounds.NetworkThread, "sizes", sizes, lambda *given: given)
+    noted(rounds.NetworkThreads, "send", on_host, lambda made, name, group: name.split(".")[2])
+    noted(rounds.NetworkThreads, "sizes", sizes, lambda *given: given)
     with on_gpu():
         ddp, compression = prepared("topk", replica_check="off", **options)
         averages(ddp, range(2))

@@ -40,7 +40,7 @@ def test_groups_for_which_streams_wait_carry_messages_of_a_gpu(
     if switch is not None:
         monkeypatch.setenv("HOROVOD_FFTCOMP_NCCL", switch)
     group = group_of(name)
-    assert streams.stream_group(group, place) is (group if is_used else None)
+    assert streams.streams_wait(group, place) is is_used
 
 
 def test_an_abort_ends_waits_of_the_host_and_of_the_gpu(monkeypatch):
@@ -57,7 +57,7 @@ def test_the_gpus_wait_is_told_to_the_watch(monkeypatch):
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
     assert not network.is_under_way()
     work = SimpleNamespace(is_completed=lambda: False)
-    monkeypatch.setitem(streams.STARTS, "allreduce", lambda data, *given: (work, None, data))
+    monkeypatch.setitem(streams.STARTS, "allreduce", lambda data, *given: ([work], None, data))
     round_ = Round("allreduce", torch.zeros(3))
     network.send(round_, "a", SimpleNamespace(ranks=[0, 1]))
     assert network.is_under_way()
@@ -77,7 +77,7 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
 
     def launch(data, *given):
         calls.append(("launch", len(calls)))
-        return Work(len(calls) - 1), lambda: data, data
+        return [Work(len(calls) - 1)], lambda: data, data
 
     monkeypatch.setattr(streams.dist, "get_process_group_ranks", lambda given: [0, 1, 2, 3])
     monkeypatch.setattr(streams.dist, "get_backend", lambda given: "nccl")

@@ -151,7 +151,7 @@ class Hierarchical(Wrapper):
             place = context._replace(rank=peers.index(context.rank), world_size=len(peers))
             between = self.scheme.exchange(share.tensors, summed, of_names(state, own), place)
             outcome = yield from _between(peers, between)
-            shared = ops.join(outcome.sums, share.numels)
+            shared = ops.rejoin(outcome.sums, share.numels)
         whole = yield from _among(node, Round("allgather", shared, inside=True))
         # What was due is dropped by the host alone: a device restores arrays, but no names.
         if due or outcome.flags.not_finite is None:

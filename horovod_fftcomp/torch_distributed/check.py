@@ -13,7 +13,7 @@ from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.torch_tensors.job_check import Job
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import compress
-from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThreads, RankGroup
 
 CONNECTS = "init_process_group()"
 
@@ -30,7 +30,7 @@ def connect(timeout_s: float) -> Job:
         os.environ.setdefault("LOCAL_WORLD_SIZE", tasks.partition("(")[0])
     dist.init_process_group("gloo")
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    network, group = NetworkThread(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
+    network, group = NetworkThreads(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
 
     def send(round_: Round, name: str) -> ThreadRound:
         return network.send(round_, name, group)

@@ -25,14 +25,14 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.torch_distributed.hook import HookState, note_passes
 from horovod_fftcomp.torch_distributed.rounds import (
-    NetworkThread,
+    NetworkThreads,
     RankGroup,
     node_groups,
     ranks_per_node,
 )
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import DDPStepDriver, Setup
-from horovod_fftcomp.torch_distributed.streams import StreamNetwork, stream_group
+from horovod_fftcomp.torch_distributed.streams import StreamNetwork, streams_wait
 
 # Compressors of this process by their ranks; each of these makes its compressors in the same order.
 _n_made: Counter[tuple[int, ...]] = Counter()
@@ -71,7 +71,7 @@ class DistributedCompressor(TensorCompressor):
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
         stream = SideStream(place)
-        thread = NetworkThread(device, stream.enter)
+        thread = NetworkThreads(device, stream.enter)
         self._streams = None if device is None else self._make_streams(thread, group, place)
         network = self._streams or thread
         groups = functools.partial(self._node_groups, f"{group_name}.node")
@@ -86,13 +86,12 @@ class DistributedCompressor(TensorCompressor):
         self._await_optimizer(always=True)
 
     def _make_streams(
-        self, thread: NetworkThread, group: dist.ProcessGroup, place: torch.device
+        self, thread: NetworkThreads, group: dist.ProcessGroup, place: torch.device
     ) -> StreamNetwork | None:
         """Return the network of a GPU's data; None if the host carries out all rounds."""
         if self._policy.node_size > 1 and self._set.size() < dist.get_world_size():
             return None  # ranks of others would not make the process groups of nodes
-        found = stream_group(group, place)
-        return None if found is None else StreamNetwork(thread, found, place)
+        return StreamNetwork(thread, group, place) if streams_wait(group, place) else None
 
     def _node_groups(self, name: str) -> Mapping[Ranks, RankGroup]:
         """Make the groups of nodes; all ranks call it."""

@@ -89,18 +89,8 @@ class ParameterNumbers:
                     "trainable when compress() was called; call it after requires_grad is set, "
                     "with the model that DDP wraps"
                 )
-            dense = parameter if _is_dense(parameter) else parameter.contiguous()
-            yield number, buffer.as_strided(dense.size(), dense.stride(), offset)
+            like = torch.empty_like(parameter.detach(), device="meta")
+            if like.stride() != parameter.stride():  # its memory has gaps or overlaps
+                like = like.contiguous()
+            yield number, buffer.as_strided(like.size(), like.stride(), offset)
             offset += parameter.numel()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` fill its memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -15,6 +15,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from horovod_fftcomp.adapter.stalls import ranges
 from horovod_fftcomp.adapter.threads import ThreadRound, Worker
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
+from horovod_fftcomp.kernels.cpu import buffer_pool
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks, node_size_of
@@ -42,8 +44,8 @@ _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
 
-# A collective: its work, None if nothing is sent; its output; data that are kept until it ends.
-Started: TypeAlias = tuple[Any, Callable[[], torch.Tensor], torch.Tensor]
+# A collective: its works, none if nothing is sent; its output; data that are kept until it ends.
+Started: TypeAlias = tuple[Sequence[Any], Callable[[], torch.Tensor], torch.Tensor]
 SizesOf: TypeAlias = Callable[[Sequence[int]], Array]  # those of every rank, given this rank's
 
 _under_way: set[Any] = set()  # collectives for which threads wait
@@ -151,9 +153,7 @@ class RankGroup:
 
     def broadcast(self, output: torch.Tensor, root: int) -> Any:
         """Start to replace ``output`` by that of the rank with index ``root``."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return self.sums.broadcast([output], options)
+        return self.sums.broadcast(output, root)
 
     def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
         """Start to gather every rank's ``own`` in ``rows``."""
@@ -182,33 +182,36 @@ class RankGroup:
         return sizes
 
 
-class NetworkThread:
-    """Carries out rounds, one after the other, in the order in which they were sent.
+class NetworkThreads:
+    """Carries out the rounds of each group in a thread of its own, in the order of their sending.
 
     Data of ``device``, the GPU that computes steps, go through the host's memory. ``prepare`` is
-    called in the network's thread first.
+    called in each thread first.
     """
 
     def __init__(
         self, device: Device | None = None, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        self._device = device
-        self._worker = Worker("fftcomp-network")
-        self._worker.submit(prepare)
+        self._device, self._prepare = device, prepare
+        self._workers: Any = weakref.WeakKeyDictionary()  # by group
         self._aborted = threading.Event()
+
+    def _worker(self, group: RankGroup) -> Worker:
+        if group not in self._workers:
+            self._workers[group] = Worker("fftcomp-network")
+            self._workers[group].submit(self._prepare)
+        return self._workers[group]
 
     def send(self, round_: Round, name: str, group: RankGroup) -> ThreadRound:
         """Start a round without waiting; ``group``: its participants."""
-        if self._device is None or is_on_host(round_.data):
-            output = self._worker.submit(_completed, lambda: round_.data, round_, name, group)
-            return ThreadRound(output, name, self._aborted)
-        fetched = self._device.fetch(round_.data)
-        output = self._worker.submit(_completed, fetched, round_, name, group)
-        return ThreadRound(output, name, self._aborted, self._device.upload)
+        device = None if is_on_host(round_.data) else self._device
+        fetched = device.fetch(round_.data) if device else lambda: round_.data
+        output = self._worker(group).submit(_completed, fetched, round_, name, group)
+        return ThreadRound(output, name, self._aborted, *([device.upload] if device else []))
 
     def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> ThreadRound:
         """Start to gather every rank's sizes, int64 ``[ranks, sizes]``; see ``RankGroup``."""
-        return ThreadRound(self._worker.submit(group.sizes, name, own), name, self._aborted)
+        return ThreadRound(self._worker(group).submit(group.sizes, name, own), name, self._aborted)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
@@ -241,8 +244,8 @@ def node_groups(
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
     data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
     with _told(name):
-        work, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
-        if work is not None:
+        works, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
+        for work in works:
             _wait_for(work)
         return output().numpy()
 
@@ -261,38 +264,49 @@ def _told(name: str) -> Iterator[None]:
 
 def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     total = data if round_.in_place else data.clone()
-    return group.reduce(total) if total.numel() else None, lambda: total, data
+    return [group.reduce(total)] if total.numel() else [], lambda: total, data
 
 
 def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     output = data.clone()
-    work = group.broadcast(output, round_.root) if output.numel() else None
-    return work, lambda: output, data
+    works = [group.broadcast(output, round_.root)] if output.numel() else []
+    return works, lambda: output, data
 
 
 def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     to_each = sizes_of(round_.splits)
     sizes = to_each[:, group.rank()].tolist()
-    output = data.new_empty(sum(sizes))
-    if not to_each.any():
-        return None, lambda: output, data
-    return group.exchange(output, data, sizes, list(round_.splits)), lambda: output, data
+    output, own = _empty(data, sum(sizes)), list(round_.splits)
+    works = [group.exchange(output, data, sizes, own)] if to_each.any() else []
+    return works, lambda: output, data
+
+
+def _empty(data: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return an uninitialized tensor like ``data``; on the host in memory of earlier steps."""
+    if data.is_cuda:
+        return data.new_empty(numel)
+    return torch.from_numpy(buffer_pool.empty(numel, data.numpy().dtype.type))
 
 
 def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
-    """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded."""
+    """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded.
+
+    Within a node, whose ranks gather many values, each broadcasts its own instead.
+    """
     sizes = sizes_of([data.numel()] * group.size())[:, 0].tolist()
-    longest = max(sizes)
-    rows = data.new_empty(len(sizes), longest)
+    longest, is_even = max(sizes), min(sizes) == max(sizes)
+    if round_.inside and not is_even:
+        every = _empty(data, sum(sizes))
+        parts = every.split(sizes)
+        parts[group.rank()].copy_(data)
+        works = [group.broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
+        return works, lambda: every, every
+    rows = _empty(data, len(sizes) * longest).view(len(sizes), longest)
     missing = longest - data.numel()
     padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-
-    def output() -> torch.Tensor:
-        if min(sizes) == longest:
-            return rows.view(-1)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-    return group.gather(rows, padded) if longest else None, output, padded
+    own_of = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+    works = [group.gather(rows, padded)] if longest else []
+    return works, lambda: rows.view(-1) if is_even else torch.cat(own_of), padded
 
 
 STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, SizesOf], Started]] = {

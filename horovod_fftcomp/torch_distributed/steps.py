@@ -211,17 +211,15 @@ class DDPStepDriver(steps.StepDriver):
         self._arrivals |= dict.fromkeys(grads, arrival)
         self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
         self._collect_dense(arrival)
-        compressed = [number for number in grads if self._slots[number] is not None]
+        slots = {number: slot for number in grads if (slot := self._slots[number]) is not None}
         on_gpu = self._engine.device is not None
-        values = arrays.flat_float32([grads[n] for n in compressed], in_place=on_gpu)
-        flat = dict(zip(compressed, values, strict=True))
+        values = arrays.flat_float32([grads[number] for number in slots], in_place=on_gpu)
+        flat = dict(zip(slots, values, strict=True))
         unused = self._unused_everywhere(flat) if self._keeps_unused else ()
-        for number, values in flat.items():
-            slot = self._slots[number]
-            assert slot is not None  # only these are compressed
-            self._record(slot.bucket, {slot.position: values})
+        for number, slot in slots.items():
+            self._record(slot.bucket, {slot.position: flat[number]})
             arrived = self._arrived[slot.bucket]
-            arrived[slot.position] = None if number in unused else values
+            arrived[slot.position] = None if number in unused else flat[number]
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
                 self._arrived[slot.bucket] = {}
                 self.pipeline.start(slot.bucket, arrived)

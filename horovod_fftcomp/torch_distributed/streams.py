@@ -19,42 +19,44 @@ import torch.distributed as dist
 from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed.rounds import STARTS, NetworkThread, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import STARTS, NetworkThreads, RankGroup
 from horovod_fftcomp.types import Array
 
 _SWITCH = "HOROVOD_FFTCOMP_NCCL"
 _ON_HOST = ("gloo", "mpi", "ucc")  # for whose collectives the host waits
-_all_gather: Any = getattr(dist, "all_gather_single", None)  # its name in later versions
-_all_gather = _all_gather or dist.all_gather_into_tensor
+# The first is its name in later versions.
+_all_gather: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
-def stream_group(group: dist.ProcessGroup, place: torch.device) -> dist.ProcessGroup | None:
-    """Return ``group`` if streams of ``place`` wait for its collectives, as for NCCL's, or None.
+def streams_wait(group: dist.ProcessGroup, place: torch.device) -> bool:
+    """Return whether streams of ``place`` wait for the collectives of ``group``, as for NCCL's.
 
-    None too if the variable HOROVOD_FFTCOMP_NCCL is 0.
+    False too if the variable HOROVOD_FFTCOMP_NCCL is 0.
     """
     if place.type == "cpu" or os.environ.get(_SWITCH) == "0":
-        return None
-    return None if group._get_backend(place).name().lower() in _ON_HOST else group
+        return False
+    return group._get_backend(place).name().lower() not in _ON_HOST
 
 
 class StreamRound:
-    """Round that was launched: ``output`` returns what ``work`` has written; None: nothing is sent.
+    """Round that was launched: ``output`` returns what ``works`` have written.
 
-    ``data`` are kept until the present stream waits for the work.
+    ``data`` are kept until the present stream waits for the works.
     """
 
-    def __init__(self, work: Any, output: Callable[[], torch.Tensor], data: torch.Tensor) -> None:
-        self._work, self._output, self._data = work, output, data
+    def __init__(
+        self, works: Sequence[Any], output: Callable[[], torch.Tensor], data: torch.Tensor
+    ) -> None:
+        self._works, self._output, self._data = works, output, data
 
     def is_done(self) -> bool:
         """Return whether the GPU has the output; the host need not wait for that."""
-        return self._work is None or bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def join(self) -> None:
-        """Make the present stream wait for the work."""
-        if self._work is not None:
-            self._work.wait()
+        """Make the present stream wait for the works."""
+        for work in self._works:
+            work.wait()
 
     def wait(self, timeout_s: float) -> Any:
         """Return the output, for work that is launched on the present stream from now on."""
@@ -73,7 +75,7 @@ class StreamNetwork:
     limit_s: Callable[[], float]  # set once there is a watch
 
     def __init__(
-        self, thread: NetworkThread, group: dist.ProcessGroup, place: torch.device
+        self, thread: NetworkThreads, group: dist.ProcessGroup, place: torch.device
     ) -> None:
         self._thread, self._place, self._last = thread, place, group
         ranks = tuple(dist.get_process_group_ranks(group))

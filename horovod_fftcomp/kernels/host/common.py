@@ -57,11 +57,11 @@ class HostCommonOps:
 
     def sum_rows(self, values: Array, n_rows: int) -> Array:
         """Return the sum of the ``n_rows`` equal parts of ``values``, in their order."""
-        first, *others = values.reshape(n_rows, -1)
-        total = self.join([first], [first.size])
+        total, *others = values.reshape(n_rows, -1)
+        sums = self.empty(total.size)
         with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
             for row in others:
-                total += row
+                total = np.add(total, row, out=sums)
         return total
 
     def squares(self, arrays: Arrays) -> Deferred:
