@@ -32,7 +32,7 @@ from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps, streams
 from horovod_fftcomp.torch_distributed.gradients import Arrival
-from horovod_fftcomp.torch_distributed.rounds import NetworkThreads, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
 from tests.parallel import told_of_nan
 
 RECIPES = [
@@ -145,7 +145,7 @@ def test_horovod_is_not_imported():
 
 def test_rounds_are_those_of_their_process_group():
     rank, size = dist.get_rank(), dist.get_world_size()
-    network, group = NetworkThreads(), RankGroup(range(size), "test", 30.0)
+    network, group = Network(), RankGroup(range(size), "test", 30.0)
 
     def output(collective, data, **options):
         return network.send(Round(collective, data, **options), collective, group).wait(30.0)
@@ -174,7 +174,7 @@ def test_rounds_for_which_streams_wait_have_the_same_outputs(monkeypatch):
     """By the process group of the job, which here is Gloo's, in the place of NCCL's."""
     monkeypatch.setattr(streams, "is_on_host", lambda data: False)
     rank, size = dist.get_rank(), dist.get_world_size()
-    thread, group = NetworkThreads(), RankGroup(range(size), "streams", 30.0)
+    thread, group = Network(), RankGroup(range(size), "streams", 30.0)
     network = streams.StreamNetwork(thread, dist.group.WORLD, torch.device("cpu"))
     network.limit_s = lambda: 30.0
     rng = np.random.default_rng(rank)

@@ -285,8 +285,8 @@ def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch
         launched,
         lambda made, name, group: (made.collective, name, group.ranks, made.equal, len(made.data)),
     )
-    noted(rounds.NetworkThreads, "send", on_host, lambda made, name, group: name.split(".")[2])
-    noted(rounds.NetworkThreads, "sizes", sizes, lambda *given: given)
+    noted(rounds.Network, "send", on_host, lambda made, name, group: name.split(".")[2])
+    noted(rounds.Network, "sizes", sizes, lambda *given: given)
     with on_gpu():
         ddp, compression = prepared("topk", replica_check="off", **options)
         averages(ddp, range(2))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.torch_tensors.job_check import Job
-from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import compress
-from horovod_fftcomp.torch_distributed.rounds import NetworkThreads, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
 
 CONNECTS = "init_process_group()"
 
@@ -30,12 +29,9 @@ def connect(timeout_s: float) -> Job:
         os.environ.setdefault("LOCAL_WORLD_SIZE", tasks.partition("(")[0])
     dist.init_process_group("gloo")
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    network, group = NetworkThreads(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
-
-    def send(round_: Round, name: str) -> ThreadRound:
-        return network.send(round_, name, group)
-
-    return Job(*place, "Gloo", send, _prepare, dist.destroy_process_group, timeout_s)
+    network, group = Network(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
+    end = dist.destroy_process_group
+    return Job(*place, "Gloo", partial(network.send, group=group), _prepare, end, timeout_s)
 
 
 def _prepare(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:

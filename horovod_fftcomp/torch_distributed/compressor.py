@@ -25,7 +25,7 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.torch_distributed.hook import HookState, note_passes
 from horovod_fftcomp.torch_distributed.rounds import (
-    NetworkThreads,
+    Network,
     RankGroup,
     node_groups,
     ranks_per_node,
@@ -48,6 +48,7 @@ class DistributedCompressor(TensorCompressor):
     _exchanged: Parameters  # set before ``__init__``
     _set: RankGroup
     _steps: DDPStepDriver
+    _streams: StreamNetwork | None = None  # of a GPU's data; None if the host carries out all
 
     def __init__(
         self,
@@ -71,9 +72,12 @@ class DistributedCompressor(TensorCompressor):
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
         stream = SideStream(place)
-        thread = NetworkThreads(device, stream.enter)
-        self._streams = None if device is None else self._make_streams(thread, group, place)
-        network = self._streams or thread
+        host = Network(device, stream.enter)
+        # Else ranks of others would not make the process groups of nodes.
+        has_all = self._policy.node_size == 1 or own.size() == dist.get_world_size()
+        if device is not None and has_all and streams_wait(group, place):
+            self._streams = StreamNetwork(host, group, place)
+        network: StreamNetwork | Network = self._streams or host
         groups = functools.partial(self._node_groups, f"{group_name}.node")
         self._make_connection(network.send, network.abort, groups, by_order=True)
         if self._streams is not None:
@@ -84,14 +88,6 @@ class DistributedCompressor(TensorCompressor):
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, parts.slots, self._engine)
         self._await_optimizer(always=True)
-
-    def _make_streams(
-        self, thread: NetworkThreads, group: dist.ProcessGroup, place: torch.device
-    ) -> StreamNetwork | None:
-        """Return the network of a GPU's data; None if the host carries out all rounds."""
-        if self._policy.node_size > 1 and self._set.size() < dist.get_world_size():
-            return None  # ranks of others would not make the process groups of nodes
-        return StreamNetwork(thread, group, place) if streams_wait(group, place) else None
 
     def _node_groups(self, name: str) -> Mapping[Ranks, RankGroup]:
         """Make the groups of nodes; all ranks call it."""

@@ -29,8 +29,7 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self.waiting = set(self.gradients)
-        places: list[Any] = [self.buffer.device] if self.buffer.is_cuda else []
-        self.future = torch.futures.Future(devices=places)
+        self.future = torch.futures.Future(devices=[self.buffer.device] * self.buffer.is_cuda)
 
     def is_whole(self, nbytes: int) -> bool:
         """Return whether ``buffer`` consists of the gradients, in float32, at least ``nbytes``."""

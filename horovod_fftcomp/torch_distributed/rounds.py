@@ -1,9 +1,9 @@
-"""Rounds as collectives of ``torch.distributed``, carried out in order by one thread.
+"""Rounds as collectives of ``torch.distributed``, which are started in the same order on all ranks.
 
-Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather begin
-with a header that holds the name, so ranks that run different operations get an error instead of
-each other's data. Allreduce and broadcast have none, so they have a communicator of their own, in
-which nothing meets a header.
+Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather data of
+sizes that other ranks do not know begin with a header that holds size and name, so ranks that run
+different operations get an error instead of each other's data; a thread waits for it. All others
+have none, so they have a communicator of their own, in which nothing meets a header.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import functools
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,9 +26,10 @@ import torch.distributed as dist
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
-from horovod_fftcomp.adapter.stalls import ranges
+from horovod_fftcomp.adapter.stalls import no_answer, ranges
 from horovod_fftcomp.adapter.threads import ThreadRound, Worker
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
+from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cpu import buffer_pool
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
@@ -41,6 +43,7 @@ _MARGIN_S = 60.0
 _LOOK_S = 0.25  # how often a wait looks whether to give up
 _PATIENCE_S = 5.0  # how long an exit waits for threads to look
 _LONGEST_S = 365 * 86400.0
+_GATHERS = ("allgather", "alltoall")
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
 
@@ -60,18 +63,6 @@ def _park_waits() -> None:
     while _under_way and time.monotonic() < limit:
         time.sleep(0.01)
     _parking.clear()  # exit handlers that come later may exchange something
-
-
-def _wait_for(work: Any) -> None:
-    """Wait for a collective; do not return if the interpreter exits meanwhile."""
-    _under_way.add(work)
-    while not work.is_completed() and not _parking.is_set():
-        with contextlib.suppress(RuntimeError):  # the time is over; Gloo's errors come below again
-            work.wait(datetime.timedelta(seconds=_LOOK_S))
-    _under_way.discard(work)
-    if not work.is_completed():
-        threading.Event().wait()
-    work.wait()
 
 
 def _meet(store: dist.Store, ranks: Sequence[int], timeout_s: float) -> None:
@@ -147,24 +138,6 @@ class RankGroup:
         """Return True: only ranks that take part have this object."""
         return True
 
-    def reduce(self, total: torch.Tensor) -> Any:
-        """Start to replace ``total`` by its sum over ranks."""
-        return self.sums.allreduce([total])
-
-    def broadcast(self, output: torch.Tensor, root: int) -> Any:
-        """Start to replace ``output`` by that of the rank with index ``root``."""
-        return self.sums.broadcast(output, root)
-
-    def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
-        """Start to gather every rank's ``own`` in ``rows``."""
-        return self.gathers.allgather([list(rows)], [own])
-
-    def exchange(
-        self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]
-    ) -> Any:
-        """Start to send a part of ``data`` to each rank; ``sizes`` come from each."""
-        return self.gathers.alltoall_base(output, data, sizes, splits)
-
     def sizes(self, name: str, own: Sequence[int]) -> Array:
         """Return every rank's sizes, int64 ``[ranks, sizes]``; ``name`` must be equal.
 
@@ -175,18 +148,56 @@ class RankGroup:
         to_each = torch.from_numpy(np.tile(header, (len(self.ranks), 1)))
         rows, splits = torch.empty_like(to_each), [1] * len(self.ranks)
         with _told(name):
-            _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
-        names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
+            works = [self.gathers.alltoall_base(rows, to_each, splits, splits)]
+        filled = StartedRound((works, lambda: rows, to_each), name).wait(math.inf)
+        names, sizes = np.split(filled, [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
             compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
         return sizes
 
 
-class NetworkThreads:
-    """Carries out the rounds of each group in a thread of its own, in the order of their sending.
+class StartedRound:
+    """Round that was started: ``output`` returns what ``works`` have written.
 
-    Data of ``device``, the GPU that computes steps, go through the host's memory. ``prepare`` is
-    called in each thread first.
+    ``data`` are kept until then. Waits fail from when ``aborted`` is set.
+    """
+
+    def __init__(self, started: Started, name: str, aborted: threading.Event | None = None) -> None:
+        (self._works, self._output, self._data), self._name = started, name
+        self._aborted = aborted or threading.Event()
+
+    def is_done(self) -> bool:
+        """Return whether the output is there."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout_s: float) -> Any:
+        """Return the output; ConfigMismatchError if it is not there after ``timeout_s`` seconds.
+
+        Does not return if the interpreter exits meanwhile.
+        """
+        limit = time.monotonic() + timeout_s
+        for work in self._works:
+            _under_way.add(work)
+            while not (work.is_completed() or _parking.is_set()):
+                if self._aborted.is_set() or time.monotonic() > limit:
+                    _under_way.discard(work)
+                    raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
+                with contextlib.suppress(RuntimeError):  # this look's time is over; or see below
+                    work.wait(datetime.timedelta(seconds=_LOOK_S))
+            _under_way.discard(work)
+            if not work.is_completed():
+                threading.Event().wait()
+            with _told(self._name):
+                work.wait()
+        return self._output().numpy()
+
+
+class Network:
+    """Carries out the rounds of a compressor in the order of their sending.
+
+    A thread for each group waits for headers. Data of ``device``, the GPU that computes steps, go
+    through the host's memory, where threads wait for them too. ``prepare`` is called in each thread
+    first.
     """
 
     def __init__(
@@ -202,8 +213,10 @@ class NetworkThreads:
             self._workers[group].submit(self._prepare)
         return self._workers[group]
 
-    def send(self, round_: Round, name: str, group: RankGroup) -> ThreadRound:
+    def send(self, round_: Round, name: str, group: RankGroup) -> Pending:
         """Start a round without waiting; ``group``: its participants."""
+        if self._device is None and (round_.equal or round_.collective not in _GATHERS):
+            return StartedRound(_started(round_, round_.data, name, group), name, self._aborted)
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
         output = self._worker(group).submit(_completed, fetched, round_, name, group)
@@ -241,13 +254,21 @@ def node_groups(
     }
 
 
-def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
-    data, sizes_of = torch.from_numpy(fetched()), functools.partial(group.sizes, name)
+def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Any:
+    started = _started(round_._replace(equal=False), fetched(), name, group)
+    return StartedRound(started, name).wait(math.inf)
+
+
+def _started(round_: Round, data: Array, name: str, group: RankGroup) -> Started:
+    is_known = round_.equal or round_.collective not in _GATHERS
+    on, sizes_of = (group.sums, own) if is_known else (group.gathers, partial(group.sizes, name))
     with _told(name):
-        works, output, _ = STARTS[round_.collective](data, round_, group, sizes_of)
-        for work in works:
-            _wait_for(work)
-        return output().numpy()
+        return STARTS[round_.collective](torch.from_numpy(data), round_, on, sizes_of)
+
+
+def own(sizes: Sequence[int]) -> Array:
+    """Return every rank's sizes if all have those of this rank."""
+    return np.tile(sizes, (len(sizes), 1))
 
 
 @contextlib.contextmanager
@@ -264,7 +285,7 @@ def _told(name: str) -> Iterator[None]:
 
 def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
     total = data if round_.in_place else data.clone()
-    return [group.reduce(total)] if total.numel() else [], lambda: total, data
+    return [group.allreduce([total])] if total.numel() else [], lambda: total, data
 
 
 def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
@@ -277,7 +298,7 @@ def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf)
     to_each = sizes_of(round_.splits)
     sizes = to_each[:, group.rank()].tolist()
     output, own = _empty(data, sum(sizes)), list(round_.splits)
-    works = [group.exchange(output, data, sizes, own)] if to_each.any() else []
+    works = [group.alltoall_base(output, data, sizes, own)] if to_each.any() else []
     return works, lambda: output, data
 
 
@@ -305,7 +326,7 @@ def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) 
     missing = longest - data.numel()
     padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
     own_of = [row[:size] for row, size in zip(rows, sizes, strict=True)]
-    works = [group.gather(rows, padded)] if longest else []
+    works = [group.allgather([list(rows)], [padded])] if longest else []
     return works, lambda: rows.view(-1) if is_even else torch.cat(own_of), padded
 
 

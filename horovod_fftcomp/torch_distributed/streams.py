@@ -12,20 +12,23 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed.rounds import STARTS, NetworkThreads, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import (
+    STARTS,
+    Network,
+    RankGroup,
+    StartedRound,
+    own,
+)
 from horovod_fftcomp.types import Array
 
 _SWITCH = "HOROVOD_FFTCOMP_NCCL"
 _ON_HOST = ("gloo", "mpi", "ucc")  # for whose collectives the host waits
-# The first is its name in later versions.
-_all_gather: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
 def streams_wait(group: dist.ProcessGroup, place: torch.device) -> bool:
@@ -38,20 +41,11 @@ def streams_wait(group: dist.ProcessGroup, place: torch.device) -> bool:
     return group._get_backend(place).name().lower() not in _ON_HOST
 
 
-class StreamRound:
-    """Round that was launched: ``output`` returns what ``works`` have written.
+class StreamRound(StartedRound):
+    """Round that was launched; its data are kept until the present stream waits for the works.
 
-    ``data`` are kept until the present stream waits for the works.
+    The host need not wait until it ``is_done``.
     """
-
-    def __init__(
-        self, works: Sequence[Any], output: Callable[[], torch.Tensor], data: torch.Tensor
-    ) -> None:
-        self._works, self._output, self._data = works, output, data
-
-    def is_done(self) -> bool:
-        """Return whether the GPU has the output; the host need not wait for that."""
-        return all(work.is_completed() for work in self._works)
 
     def join(self) -> None:
         """Make the present stream wait for the works."""
@@ -74,9 +68,7 @@ class StreamNetwork:
 
     limit_s: Callable[[], float]  # set once there is a watch
 
-    def __init__(
-        self, thread: NetworkThreads, group: dist.ProcessGroup, place: torch.device
-    ) -> None:
+    def __init__(self, thread: Network, group: dist.ProcessGroup, place: torch.device) -> None:
         self._thread, self._place, self._last = thread, place, group
         ranks = tuple(dist.get_process_group_ranks(group))
         self._groups = {ranks: group}
@@ -90,9 +82,9 @@ class StreamNetwork:
         on = self._groups[tuple(group.ranks)]
         if on is not self._last and self._pending is not None:
             self._pending.join()  # so that no two communicators are at work at a time
-        sizes = _own if round_.equal else functools.partial(self._sizes, name, group)
+        sizes = own if round_.equal else functools.partial(self._sizes, name, group)
         started = STARTS[round_.collective](given, round_, _StreamGroup(on, group), sizes)
-        self._last, self._pending = on, StreamRound(*started)
+        self._last, self._pending = on, StreamRound(started, name)
         return self._pending
 
     def make_groups(self, every: Iterable[Sequence[int]]) -> None:
@@ -121,11 +113,6 @@ class StreamNetwork:
                 backend.abort()
 
 
-def _own(sizes: Sequence[int]) -> Array:
-    """Return every rank's sizes if all have those of this rank."""
-    return np.tile(sizes, (len(sizes), 1))
-
-
 class _StreamGroup(NamedTuple):
     """The collectives of a ``RankGroup``, by the process group ``on``, for streams to wait."""
 
@@ -138,16 +125,16 @@ class _StreamGroup(NamedTuple):
     def size(self) -> int:
         return self.group.size()
 
-    def reduce(self, total: torch.Tensor) -> Any:
-        return dist.all_reduce(total, group=self.on, async_op=True)
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        return dist.all_reduce(tensors[0], group=self.on, async_op=True)
 
     def broadcast(self, output: torch.Tensor, root: int) -> Any:
         return dist.broadcast(output, self.group.ranks[root], group=self.on, async_op=True)
 
-    def gather(self, rows: torch.Tensor, own: torch.Tensor) -> Any:
-        return _all_gather(rows.view(-1), own, group=self.on, async_op=True)
+    def allgather(self, rows: list[list[torch.Tensor]], own: list[torch.Tensor]) -> Any:
+        return dist.all_gather(rows[0], own[0], group=self.on, async_op=True)
 
-    def exchange(
+    def alltoall_base(
         self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]
     ) -> Any:
         return dist.all_to_all_single(output, data, sizes, splits, group=self.on, async_op=True)
