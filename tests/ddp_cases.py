@@ -165,6 +165,11 @@ def test_rounds_are_those_of_their_process_group():
         splits = tuple(factor * ((rank + to) % 3) for to in range(size))
         got = output("alltoall", np.full(sum(splits), rank, np.uint8), splits=splits)
         assert got.tolist() == [r for r in range(size) for _ in range(factor * ((r + rank) % 3))]
+    assert group.n_started == 3  # of known sizes
+    group.n_started += rank  # as after a step that ranks have left at different places
+    with pytest.raises(ConfigMismatchError, match="allgather after 3 on rank 0"):
+        output("allgather", np.zeros(1, np.uint8))
+    group.n_started = 0
     sent = network.send(Round("allgather", np.zeros(1, np.uint8)), f"of rank {rank}", group)
     with pytest.raises(ConfigMismatchError, match="of rank 0 on rank 0"):
         sent.wait(30.0)

@@ -103,6 +103,7 @@ def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
     [
         ("dies", "a rank has ended or cannot be reached"),
         ("sleeps", "Rank 1 is late: it has not"),
+        ("stalls", "Rank 1 is late: it has not"),
         ("discards", "discard()"),
         ("lacks", "s for ranks 1. Make the same compressors"),
         ("gathers", "Rank 1 waits in gathered_state_dict() for all ranks, but rank 0 did not"),
@@ -113,6 +114,8 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
     assert codes == [1, 9 if failure == "dies" else 1]
     assert "ConfigMismatchError: " in outputs[0]
     assert message in outputs[0]
+    if failure == "stalls":
+        assert "the first one runs: False" in outputs[1]
     if failure == "lacks":
         assert re.search(r"rank 0: a new compressor has waited \d+ s for ranks 1, and", outputs[0])
 

@@ -62,9 +62,9 @@ class Connection:
 
     ``name``: prefix of its operations' names, with the compressor's number. Every rank makes its
     compressors in the same order, so equal numbers denote the same compressor. ``facts()``: what
-    the handshake compares. Steps after another
-    handshake use other names, so they are never matched with operations of a dropped step that are
-    still pending on some or all ranks. ``watch`` limits how long ranks wait for each other;
+    the handshake compares. Steps after another handshake use other names, so they are never matched
+    with operations of a dropped step that are still pending on some or all ranks; where names do
+    not count, the header of a step tells. ``watch`` limits how long ranks wait for each other;
     ``shutdown`` ends all waits. ``groups`` returns the process sets, by their ranks, for rounds
     among a part of the ranks; all ranks call it once, after the handshake. ``by_order``: whether
     operations are matched by their order, not by their names, which then say more.

@@ -21,15 +21,15 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Worker:
-    """Daemon thread that runs functions one by one; it ends with this object.
+    """Daemon thread that runs functions one by one, and keeps ``kept``; it ends with this object.
 
     An executor's thread would be waited for when the interpreter exits, and a collective with a
     rank that has died may wait long.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kept: object = None) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True).start()
+        threading.Thread(target=_run, args=(self._tasks, kept), name=name, daemon=True).start()
         # Not at exit, whose handlers may use it. (Typeshed gives the class no such slot.)
         weakref.finalize(self, self._tasks.put, None).atexit = False  # type: ignore[misc]
 
@@ -72,7 +72,7 @@ class ThreadRound:
         return self._converted(self._output.result())
 
 
-def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:
+def _run(tasks: queue.SimpleQueue[_Task | None], kept: object) -> None:
     while (task := tasks.get()) is not None:
         future, function, arguments = task
         try:

@@ -29,7 +29,9 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self.waiting = set(self.gradients)
-        self.future = torch.futures.Future(devices=[self.buffer.device] * self.buffer.is_cuda)
+        self.future = torch.futures.Future(
+            devices=[self.buffer.device] if self.buffer.is_cuda else []
+        )
 
     def is_whole(self, nbytes: int) -> bool:
         """Return whether ``buffer`` consists of the gradients, in float32, at least ``nbytes``."""

@@ -1,9 +1,10 @@
 """Rounds as collectives of ``torch.distributed``, which are started in the same order on all ranks.
 
 Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather data of
-sizes that other ranks do not know begin with a header that holds size and name, so ranks that run
-different operations get an error instead of each other's data; a thread waits for it. All others
-have none, so they have a communicator of their own, in which nothing meets a header.
+sizes that other ranks do not know begin with a header that holds sizes, name and the number of
+those without a header before it, so ranks that run different operations get an error instead of
+each other's data; a thread waits for it. All others have a communicator of their own, in which
+nothing meets a header. A step with compressed tensors begins with a header.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class RankGroup:
 
     gathers: _Group  # for collectives that begin with a header
     sums: _Group  # for all others
+    n_started = 0  # how many others this rank has started itself
 
     def __init__(self, ranks: Sequence[int], name: str, timeout_s: float) -> None:
         self.ranks = list(ranks)
@@ -147,8 +149,7 @@ class RankGroup:
         header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
         to_each = torch.from_numpy(np.tile(header, (len(self.ranks), 1)))
         rows, splits = torch.empty_like(to_each), [1] * len(self.ranks)
-        with _told(name):
-            works = [self.gathers.alltoall_base(rows, to_each, splits, splits)]
+        works = [self.gathers.alltoall_base(rows, to_each, splits, splits)]
         filled = StartedRound((works, lambda: rows, to_each), name).wait(math.inf)
         names, sizes = np.split(filled, [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
@@ -159,7 +160,7 @@ class RankGroup:
 class StartedRound:
     """Round that was started: ``output`` returns what ``works`` have written.
 
-    ``data`` are kept until then. Waits fail from when ``aborted`` is set.
+    ``data`` are kept as long as this object. Waits fail from when ``aborted`` is set.
     """
 
     def __init__(self, started: Started, name: str, aborted: threading.Event | None = None) -> None:
@@ -178,13 +179,14 @@ class StartedRound:
         limit = time.monotonic() + timeout_s
         for work in self._works:
             _under_way.add(work)
-            while not (work.is_completed() or _parking.is_set()):
-                if self._aborted.is_set() or time.monotonic() > limit:
-                    _under_way.discard(work)
-                    raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
-                with contextlib.suppress(RuntimeError):  # this look's time is over; or see below
-                    work.wait(datetime.timedelta(seconds=_LOOK_S))
-            _under_way.discard(work)
+            try:
+                while not (work.is_completed() or _parking.is_set()):
+                    if self._aborted.is_set() or time.monotonic() > limit:
+                        raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
+                    with contextlib.suppress(RuntimeError):  # this look's end; others: see below
+                        work.wait(datetime.timedelta(seconds=_LOOK_S))
+            finally:
+                _under_way.discard(work)
             if not work.is_completed():
                 threading.Event().wait()
             with _told(self._name):
@@ -193,11 +195,11 @@ class StartedRound:
 
 
 class Network:
-    """Carries out the rounds of a compressor in the order of their sending.
+    """Carries out a compressor's rounds, those of one communicator in the order of their sending.
 
     A thread for each group waits for headers. Data of ``device``, the GPU that computes steps, go
-    through the host's memory, where threads wait for them too. ``prepare`` is called in each thread
-    first.
+    through the host's memory: that thread waits for them too, and all gathers have headers.
+    ``prepare`` is called in each thread first.
     """
 
     def __init__(
@@ -209,17 +211,24 @@ class Network:
 
     def _worker(self, group: RankGroup) -> Worker:
         if group not in self._workers:
-            self._workers[group] = Worker("fftcomp-network")
+            # Which outlives an exit: a communicator that is freed waits for what is under way.
+            self._workers[group] = Worker("fftcomp-network", (group.gathers, group.sums))
             self._workers[group].submit(self._prepare)
         return self._workers[group]
 
     def send(self, round_: Round, name: str, group: RankGroup) -> Pending:
         """Start a round without waiting; ``group``: its participants."""
+        worker = self._worker(group)
         if self._device is None and (round_.equal or round_.collective not in _GATHERS):
-            return StartedRound(_started(round_, round_.data, name, group), name, self._aborted)
+            group.n_started += 1
+            with _told(name):
+                start, data = STARTS[round_.collective], torch.from_numpy(round_.data)
+                started = start(data, round_, group.sums, equal_sizes)
+            return StartedRound(started, name, self._aborted)
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
-        output = self._worker(group).submit(_completed, fetched, round_, name, group)
+        told = f"{name} after {group.n_started}" if group.n_started else name
+        output = worker.submit(_completed, fetched, round_, told, group)
         return ThreadRound(output, name, self._aborted, *([device.upload] if device else []))
 
     def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> ThreadRound:
@@ -255,18 +264,14 @@ def node_groups(
 
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Any:
-    started = _started(round_._replace(equal=False), fetched(), name, group)
+    on = group.gathers if round_.collective in _GATHERS else group.sums
+    sizes_of = partial(group.sizes, name)
+    with _told(name):
+        started = STARTS[round_.collective](torch.from_numpy(fetched()), round_, on, sizes_of)
     return StartedRound(started, name).wait(math.inf)
 
 
-def _started(round_: Round, data: Array, name: str, group: RankGroup) -> Started:
-    is_known = round_.equal or round_.collective not in _GATHERS
-    on, sizes_of = (group.sums, own) if is_known else (group.gathers, partial(group.sizes, name))
-    with _told(name):
-        return STARTS[round_.collective](torch.from_numpy(data), round_, on, sizes_of)
-
-
-def own(sizes: Sequence[int]) -> Array:
+def equal_sizes(sizes: Sequence[int]) -> Array:
     """Return every rank's sizes if all have those of this rank."""
     return np.tile(sizes, (len(sizes), 1))
 
@@ -322,12 +327,13 @@ def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) 
         parts[group.rank()].copy_(data)
         works = [group.broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
         return works, lambda: every, every
-    rows = _empty(data, len(sizes) * longest).view(len(sizes), longest)
+    every = _empty(data, len(sizes) * longest)
     missing = longest - data.numel()
     padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-    own_of = [row[:size] for row, size in zip(rows, sizes, strict=True)]
-    works = [group.allgather([list(rows)], [padded])] if longest else []
-    return works, lambda: rows.view(-1) if is_even else torch.cat(own_of), padded
+    rows = zip(every.view(len(sizes), longest), sizes, strict=True)
+    parts = [row[:size] for row, size in rows]
+    works = [group._allgather_base(every, padded)] if longest else []
+    return works, lambda: every if is_even else torch.cat(parts), padded
 
 
 STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, SizesOf], Started]] = {

@@ -26,8 +26,8 @@ from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.streams import StreamNetwork
 from horovod_fftcomp.types import Array
 
-# Dense gradients are sent together up to this size, above which an allreduce takes longer than the
-# handover between threads.
+# Dense gradients are sent together up to this size, above which an allreduce takes longer than it
+# takes to start one.
 _DENSE_NBYTES = 1_000_000
 
 
@@ -230,8 +230,9 @@ class DDPStepDriver(steps.StepDriver):
     def _begin(self) -> None:
         """Compare what the ranks are about to do; connect all if one is not connected.
 
-        Without compressed tensors only a rank that is not connected asks. Sums never meet a header,
-        see ``rounds``, so ranks that do different things wait, and the watch reports it.
+        Without compressed tensors only a rank that is not connected asks. Sums and payloads of
+        known size never meet a header, see ``rounds``, so ranks that do different things within a
+        step wait, and the watch reports it.
         """
         self._note_begin()
         timeout_s, is_up = self._settings.timeout_s, self._connection.is_up

@@ -23,11 +23,13 @@ from horovod_fftcomp.torch_distributed.rounds import (
     Network,
     RankGroup,
     StartedRound,
-    own,
+    equal_sizes,
 )
 from horovod_fftcomp.types import Array
 
 _SWITCH = "HOROVOD_FFTCOMP_NCCL"
+# The first is its name in later versions.
+_all_gather: Any = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 _ON_HOST = ("gloo", "mpi", "ucc")  # for whose collectives the host waits
 
 
@@ -59,7 +61,7 @@ class StreamRound(StartedRound):
 
 
 class StreamNetwork:
-    """Carries out rounds whose data are on a GPU by ``group``, all others by ``thread``.
+    """Carries out rounds whose data are on a GPU by ``group``, all others by ``host``.
 
     ``group``: the process group of the ranks of a compressor. Call ``send`` in one thread, in the
     same order on all ranks. The host waits only for sizes that other ranks do not know, at most
@@ -68,8 +70,8 @@ class StreamNetwork:
 
     limit_s: Callable[[], float]  # set once there is a watch
 
-    def __init__(self, thread: Network, group: dist.ProcessGroup, place: torch.device) -> None:
-        self._thread, self._place, self._last = thread, place, group
+    def __init__(self, host: Network, group: dist.ProcessGroup, place: torch.device) -> None:
+        self._host, self._place, self._last = host, place, group
         ranks = tuple(dist.get_process_group_ranks(group))
         self._groups = {ranks: group}
         self._pending: StreamRound | None = None
@@ -77,12 +79,12 @@ class StreamNetwork:
     def send(self, round_: Round, name: str, group: RankGroup) -> Pending:
         """Start a round without waiting; ``group``: its participants."""
         if is_on_host(round_.data):
-            return self._thread.send(round_, name, group)
+            return self._host.send(round_, name, group)
         given: Any = round_.data
         on = self._groups[tuple(group.ranks)]
         if on is not self._last and self._pending is not None:
             self._pending.join()  # so that no two communicators are at work at a time
-        sizes = own if round_.equal else functools.partial(self._sizes, name, group)
+        sizes = equal_sizes if round_.equal else functools.partial(self._sizes, name, group)
         started = STARTS[round_.collective](given, round_, _StreamGroup(on, group), sizes)
         self._last, self._pending = on, StreamRound(started, name)
         return self._pending
@@ -101,12 +103,12 @@ class StreamNetwork:
         return pending is not None and not pending.is_done()
 
     def _sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> Array:
-        """Return every rank's sizes, ``[ranks, sizes]``; by the thread, which keeps the order."""
-        return self._thread.sizes(name, group, own).wait(self.limit_s())
+        """Return every rank's sizes, ``[ranks, sizes]``; by the host, which keeps the order."""
+        return self._host.sizes(name, group, own).wait(self.limit_s())
 
     def abort(self) -> None:
         """Make all waits for rounds fail, and end kernels that wait for other ranks."""
-        self._thread.abort()
+        self._host.abort()
         for group in self._groups.values():
             backend: Any = group._get_backend(self._place)
             if hasattr(backend, "abort"):
@@ -131,8 +133,8 @@ class _StreamGroup(NamedTuple):
     def broadcast(self, output: torch.Tensor, root: int) -> Any:
         return dist.broadcast(output, self.group.ranks[root], group=self.on, async_op=True)
 
-    def allgather(self, rows: list[list[torch.Tensor]], own: list[torch.Tensor]) -> Any:
-        return dist.all_gather(rows[0], own[0], group=self.on, async_op=True)
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor) -> Any:
+        return _all_gather(output, own, group=self.on, async_op=True)
 
     def alltoall_base(
         self, output: torch.Tensor, data: torch.Tensor, sizes: list[int], splits: list[int]

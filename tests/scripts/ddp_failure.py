@@ -1,8 +1,9 @@
 """Train under DDP with ranks of which the second one does not begin its third step.
 
 It "dies", "sleeps", "gathers" the state of all ranks or "discards" its last step instead. Or it
-"lacks" a compressor of which the first one waits for it, or its recipe "differs". Four ranks are
-two nodes.
+"lacks" a compressor of which the first one waits for it, or its recipe "differs". Or it "stalls"
+while the first one waits for a sum, and tells whether that has ended meanwhile. Four ranks are two
+nodes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,10 @@ ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
 if failure == "lacks" and rank == 1:
     time.sleep(13)
     sys.exit(1)
+first = torch.tensor([os.getpid()])
+dist.broadcast(first, 0)
 recipe, timeout_s = ("none", 30) if failure == "gathers" else ("topk", 2)
+recipe = "none" if failure == "stalls" else recipe
 timeout_s = 9 if failure == "lacks" else timeout_s
 recipe = "fft" if failure == "differs" and rank == 1 else recipe
 if size == 4:
@@ -40,5 +45,8 @@ for step in range(4):
             compression.gathered_state_dict()
         if failure == "discards":
             compression.discard()
-        time.sleep(5 * timeout_s)
+        time.sleep(10 * timeout_s if failure == "stalls" else 5 * timeout_s)
+        if failure == "stalls":
+            print("the first one runs:", Path(f"/proc/{first.item()}").exists())
+            sys.exit(1)
     ddp(torch.randn(4, 64)).square().sum().backward()

@@ -56,7 +56,10 @@ class HostCommonOps:
         return self.join(parts, numels, dtype) if whole is None else whole
 
     def sum_rows(self, values: Array, n_rows: int) -> Array:
-        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order."""
+        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order.
+
+        Of one part it is a view of ``values``.
+        """
         total, *others = values.reshape(n_rows, -1)
         sums = self.empty(total.size)
         with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
