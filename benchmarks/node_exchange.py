@@ -102,7 +102,8 @@ def measure(matrices: int, steps: int, ways: list[str]) -> dict[str, dict[str, f
         for name, model in models.items():
             found[name].append(step_of(model, both[step % 2]))
         for compressor in compressors.values():
-            getattr(compressor, "note_used", int)()  # no optimizer takes these steps
+            # No optimizer takes these steps; older versions need not be told.
+            getattr(compressor, "note_used", int)()
     result = {}
     for way, rows in found.items():
         seconds, sent = zip(*rows[WARM_UP:], strict=True)

@@ -167,7 +167,7 @@ def test_rounds_are_those_of_their_process_group():
         assert got.tolist() == [r for r in range(size) for _ in range(factor * ((r + rank) % 3))]
     assert group.n_started == 3  # of known sizes
     group.n_started += rank  # as after a step that ranks have left at different places
-    with pytest.raises(ConfigMismatchError, match="allgather after 3 on rank 0"):
+    with pytest.raises(ConfigMismatchError, match="allgather after 3 rounds on rank 0"):
         output("allgather", np.zeros(1, np.uint8))
     group.n_started = 0
     sent = network.send(Round("allgather", np.zeros(1, np.uint8)), f"of rank {rank}", group)

@@ -227,7 +227,7 @@ class Network:
             return StartedRound(started, name, self._aborted)
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
-        told = f"{name} after {group.n_started}" if group.n_started else name
+        told = f"{name} after {group.n_started} rounds" if group.n_started else name
         output = worker.submit(_completed, fetched, round_, told, group)
         return ThreadRound(output, name, self._aborted, *([device.upload] if device else []))
 
@@ -331,7 +331,7 @@ def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) 
     missing = longest - data.numel()
     padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
     rows = zip(every.view(len(sizes), longest), sizes, strict=True)
-    parts = [row[:size] for row, size in rows]
+    parts = [] if is_even else [row[:size] for row, size in rows]
     works = [group._allgather_base(every, padded)] if longest else []
     return works, lambda: every if is_even else torch.cat(parts), padded
 
