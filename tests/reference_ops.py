@@ -176,9 +176,11 @@ class ReferenceOps:
 
     rejoin = join
 
-    def sum_rows(self, values, n_rows):
-        total = values[: len(values) // n_rows].copy()
-        for row in np.split(values, n_rows)[1:]:
+    def sum_rows(self, values, own, numels, place):
+        n = sum(numels)
+        total, *others = np.insert(values, place * n, self.join(own, numels)).reshape(-1, max(n, 1))
+        total = total.copy()
+        for row in others:
             with np.errstate(over="ignore", invalid="ignore"):
                 total += row
         return total

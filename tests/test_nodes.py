@@ -185,8 +185,11 @@ def test_the_bytes_between_nodes_are_the_recipes_once_a_node(recipe):
         received = sum(engine.costs.received_nbytes for engine in node)
         assert once - 200 * steps < sent < 1.03 * once + 200 * steps
         assert once - 200 * steps < received < 1.03 * once + 200 * steps
-        # Each rank hands in all of its gradient, and gets the sums of the other's half.
-        assert sum(engine.costs.inside_nbytes for engine in node) == steps * 3 * 160_000
+        # Each rank hands in half of its gradient, and the sums of the other half or, if these are
+        # mostly zeros, what both nodes have sent of it.
+        within = 160_000 if recipe != "topk" else 2 * once / steps
+        inside = sum(engine.costs.inside_nbytes for engine in node) / steps - 160_000
+        assert within <= inside < 1.01 * within + 400
     assert max(e.costs.sent_nbytes for e in those) < 0.52 * once + 200 * steps
 
 

@@ -145,8 +145,11 @@ class Ops(Protocol):
     def rejoin(self, parts: Arrays, numels: Sequence[int], dtype: type = ...) -> Any:
         """Return the same; parts that follow one another in memory may be returned in place."""
 
-    def sum_rows(self, values: Any, n_rows: int) -> Any:
-        """Return the sum of the ``n_rows`` equal parts of ``values``, float32, in their order."""
+    def sum_rows(self, values: Any, own: Arrays, numels: Sequence[int], place: int) -> Any:
+        """Return the sum of equal rows of ``values``, float32, and ``own`` as row ``place``.
+
+        ``own``: arrays of ``numels`` elements, joined as long as a row; None for zeros.
+        """
 
     def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that returns the sum of squares of each array, 0.0 for None."""

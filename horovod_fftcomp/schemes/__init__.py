@@ -101,7 +101,8 @@ class Second(NamedTuple):
 class Context(NamedTuple):
     """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any.
 
-    ``second``: options of a sharded exchange of payloads; None for one by allgather.
+    ``second``: options of a sharded exchange of payloads; None for one by allgather. ``arriving``:
+    tensors whose payloads an allgather returns, by the codec of the others; None for the same ones.
     """
 
     step: int
@@ -110,6 +111,7 @@ class Context(NamedTuple):
     loss_scale: float = 1.0
     device: Device | None = None
     second: Second | None = None
+    arriving: Tensors | None = None
 
     @property
     def ops(self) -> Ops:

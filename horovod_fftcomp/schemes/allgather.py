@@ -69,7 +69,8 @@ def gather(
     """Allgather the payloads of a bucket's tensors and sum them; one codec for each tensor.
 
     ``codecs``: the same on all ranks. ``state``: residuals, and with a momentum velocities; of
-    these kinds is the outcome's state. With ``context.second`` the exchange is sharded.
+    these kinds is the outcome's state. With ``context.second`` the exchange is sharded; with
+    ``context.arriving`` there is one codec, and sums are of these tensors.
     """
     if context.second is not None:
         shards = exchange_shards(codecs, tensors, grads, state, context, feedback)
@@ -82,6 +83,8 @@ def gather(
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
     fixed = all(codec.has_fixed_size for codec in codecs)
     gathered = yield Round("allgather", encoded.message, equal=fixed)
+    if (arriving := context.arriving) is not None:
+        coder = ops.coder([codecs[0]] * len(arriving), arriving, context.world_size)
     summed = coder.decode_sum(gathered, feedback.sign)
     residuals = low_passed(ops, tensors, state, encoded.residuals, feedback.beta)
     new: dict[str, Sequence[Any]] = {"residual": residuals} if feedback.keep else {}

@@ -2,7 +2,8 @@
 
 A node is a number of consecutive ranks, each of which owns a share of every bucket. It gets the
 node's sum of its share, exchanges it with the ranks of equal place in the other nodes by another
-scheme, and all ranks of the node gather the sums.
+scheme, and all ranks of the node gather the sums; or the payloads of which they are sums, if these
+have far fewer bytes and take little time to sum.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import UnsupportedError, check_whole
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
@@ -24,10 +28,12 @@ from horovod_fftcomp.schemes import (
     Measured,
     Outcome,
     Round,
+    Scheme,
     State,
     Tuner,
     ops_of,
 )
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.parts import (
     NodePlan,
     Part,
@@ -44,6 +50,9 @@ from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
 
 Ranks = tuple[int, ...]
+
+# How many times fewer bytes than sums the payloads of all nodes have where ranks gather these.
+_FEWER = 4
 
 
 class NodeLayout:
@@ -143,20 +152,29 @@ class Hierarchical(Wrapper):
         own = set() if is_alone else {tensor.name for tensor in share.tensors}
         due, late = self._owed(tensors, grads, state, own)
         grads = self._compensated(tensors, grads, state, due, ops)
-        within = yield from _scattered(grads, plan, node, ops)
+        within = yield from _scattered(grads, plan, node, context.rank, ops)
+        passes_on = _passes_on(self.scheme, plan, len(peers))
         if is_alone:
-            outcome, shared = (yield from _nothing(self.scheme.rounds, within, ops)), within
+            outcome = yield from _nothing(self.scheme.rounds, within, ops)
         else:
             summed = _parts_of(share, within, grads, ops)
             place = context._replace(rank=peers.index(context.rank), world_size=len(peers))
+            if passes_on:
+                place = place._replace(arriving=plan.parts)
             between = self.scheme.exchange(share.tensors, summed, of_names(state, own), place)
-            outcome = yield from _between(peers, between)
-            shared = ops.rejoin(outcome.sums, share.numels)
-        whole = yield from _among(node, Round("allgather", shared, inside=True))
+            how = self.scheme, plan, node, len(peers), ops
+            passed_on = partial(_passed_on, *how) if passes_on else None
+            outcome = yield from _between(peers, between, passed_on)
+            within = ops.rejoin(outcome.sums, list(map(len, outcome.sums)))
+        whole = within
+        if not passes_on:
+            whole = yield from _among(node, Round("allgather", within, inside=True))
         # What was due is dropped by the host alone: a device restores arrays, but no names.
         if due or outcome.flags.not_finite is None:
             whole, ops = ops.get(whole), ops_of(None)
-        flags = ops.both(outcome.flags, ops.flags_of(whole))
+        flags = outcome.flags
+        if due or not passes_on:  # else the payloads have told
+            flags = ops.both(flags, ops.flags_of(whole))
         sums = split(whole, plan.offsets)
         kept = {kind: {**outcome.state.get(kind, {}), **arrays} for kind, arrays in late.items()}
         measured = outcome.measured and _of_wholes(outcome.measured, share)
@@ -251,15 +269,28 @@ def _check_nbytes(nbytes: int) -> None:
         )
 
 
-def _scattered(grads: Grads, plan: NodePlan, node: Ranks, ops: Ops) -> Generator[Round, Any, Any]:
-    """Return the node's sums of this rank's share, added in rank order.
+def _scattered(
+    grads: Grads, plan: NodePlan, node: Ranks, rank: int, ops: Ops
+) -> Generator[Round, Any, Any]:
+    """Return the node's sums of the share of ``rank``, added in rank order.
 
     By an alltoall, which all networks have, and which Gloo's, MPI's and NCCL's ranks sum alike.
     """
-    joined = ops.join(grads, plan.numels)
-    _check_nbytes(joined.nbytes)
-    sent = Round("alltoall", joined, splits=plan.splits, inside=True)
-    return ops.sum_rows((yield from _among(node, sent)), len(node))
+    place = node.index(rank)
+    parts = [_cut(grads, share) for share in plan.shares]
+    own, numels = parts.pop(place), plan.shares[place].numels
+    others = [share.numels for share in plan.shares if share is not plan.shares[place]]
+    _check_nbytes(4 * plan.offsets[-1])
+    joined = ops.join(list(chain(*parts)), list(chain(*others)))
+    splits = *plan.splits[:place], 0, *plan.splits[place + 1 :]
+    received = yield from _among(node, Round("alltoall", joined, splits=splits, inside=True))
+    return ops.sum_rows(received, own, numels, place)
+
+
+def _cut(grads: Grads, share: Share) -> list[Any]:
+    """Return the parts of ``grads`` in ``share``; None of a frozen tensor."""
+    pairs = [(grads[number], part) for number, part in zip(share.numbers, share.parts, strict=True)]
+    return [None if grad is None else grad[part.begin : part.end] for grad, part in pairs]
 
 
 def _parts_of(share: Share, within: Any, grads: Grads, ops: Ops) -> list[Any]:
@@ -295,12 +326,53 @@ def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:
     return (yield round_._replace(among=ranks))
 
 
-def _between(ranks: Ranks, exchange: Exchange) -> Exchange:
-    """Run an exchange among ``ranks``."""
+def _between(
+    ranks: Ranks, exchange: Exchange, passed_on: Callable[[Any], Generator[Round, Any, Any]] | None
+) -> Exchange:
+    """Run an exchange among ``ranks``; it gets what ``passed_on`` makes of outputs of rounds."""
     round_ = next(exchange)
     while True:
         output = yield from _among(ranks, round_)
+        if passed_on is not None:
+            output = yield from passed_on(output)
         try:
             round_ = exchange.send(output)
         except StopIteration as stop:
             return stop.value
+
+
+def _passes_on(scheme: Scheme, plan: NodePlan, n_nodes: int) -> bool:
+    """Return whether ranks of a node gather the payloads that they get, not the sums of these.
+
+    The same on all ranks. Where a payload has few values and no transform each rank sums all of
+    them in less time than a node's ranks take to exchange what are mostly zeros.
+    """
+    if n_nodes == 1 or not isinstance(scheme, Allgather) or not all(s.tensors for s in plan.shares):
+        return False
+    codec = scheme.codec
+    is_sparse = isinstance(codec, Codec) and codec.has_fixed_size and codec.transform == Identity()
+    nbytes = n_nodes * sum(map(scheme.sent_nbytes, plan.parts))
+    return is_sparse and passes_on(nbytes, 4 * plan.offsets[-1])
+
+
+def passes_on(payloads_nbytes: float, dense_nbytes: float) -> bool:
+    """Return whether sparse payloads of all nodes are small enough to be passed on in a node."""
+    return _FEWER * payloads_nbytes <= dense_nbytes
+
+
+def _passed_on(
+    scheme: Scheme, plan: NodePlan, node: Ranks, n_nodes: int, ops: Ops, gathered: Any
+) -> Generator[Round, Any, Any]:
+    """Return all nodes' messages of a whole bucket; ``gathered``: those of this rank's share."""
+    sizes = [sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares]
+    length = n_nodes * max(sizes)  # of what each rank hands in, so that it needs no header
+    rest = length - len(gathered[:length])
+    padded = ops.join([gathered[:length], None], [length - rest, rest], np.uint8)
+    every = yield from _among(node, Round("allgather", padded, inside=True, equal=True))
+    begins = [
+        (place * length + number * nbytes, nbytes)
+        for number in range(n_nodes)
+        for place, nbytes in enumerate(sizes)
+    ]
+    parts = [every[begin : begin + nbytes] for begin, nbytes in begins]
+    return ops.join(parts, [nbytes for _, nbytes in begins], np.uint8)

@@ -60,7 +60,10 @@ class Share(BucketPlan):
 
 
 class NodePlan(BucketPlan):
-    """A bucket and the ``shares`` of a node's ranks; ``splits``: elements of each share."""
+    """A bucket and the ``shares`` of a node's ranks; ``splits``: elements of each share.
+
+    ``parts``: those of all shares, in their order, as tensors.
+    """
 
     def __init__(self, tensors: Tensors, n_ranks: int) -> None:
         super().__init__([tensor.numel for tensor in tensors])
@@ -70,6 +73,7 @@ class NodePlan(BucketPlan):
             for pieces in cut(self.numels, grains, n_ranks)
         ]
         self.splits = tuple(share.offsets[-1] for share in self.shares)
+        self.parts = tuple(tensor for share in self.shares for tensor in share.tensors)
 
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets

@@ -55,17 +55,21 @@ class HostCommonOps:
         whole = buffer_pool.joined(parts, dtype)
         return self.join(parts, numels, dtype) if whole is None else whole
 
-    def sum_rows(self, values: Array, n_rows: int) -> Array:
-        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order.
-
-        Of one part it is a view of ``values``.
-        """
-        total, *others = values.reshape(n_rows, -1)
-        sums = self.empty(total.size)
-        with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
-            for row in others:
-                total = np.add(total, row, out=sums)
-        return total
+    def sum_rows(self, values: Array, own: Arrays, numels: Sequence[int], place: int) -> Array:
+        """Return the sum of equal rows of ``values`` and, as row ``place``, of ``own``."""
+        sums, begin = self.empty(sum(numels)), 0
+        rows = values.reshape(-1, sums.size) if sums.size else []
+        for part, numel in zip(own, numels, strict=True):
+            here, begin = slice(begin, begin + numel), begin + numel
+            terms = [row[here] for row in rows]
+            terms.insert(place, np.zeros(numel, np.float32) if part is None else part)
+            total = terms[0]
+            with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
+                for term in terms[1:]:
+                    total = np.add(total, term, out=sums[here])
+            if not len(rows):
+                sums[here] = total
+        return sums
 
     def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that returns the sum of squares of each array."""

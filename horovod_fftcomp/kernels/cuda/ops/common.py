@@ -91,11 +91,14 @@ class CudaCommonOps:
 
     rejoin = join
 
-    def sum_rows(self, values: Any, n_rows: int) -> Any:
-        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order."""
-        n = len(values) // n_rows
-        total = self.empty(n)
-        self._on_each("sum_rows", n, values, np.uint64(n), np.uint32(n_rows), total)
+    def sum_rows(self, values: Any, own: Arrays, numels: Sequence[int], place: int) -> Any:
+        """Return the sum of equal rows of ``values`` and, as row ``place``, of ``own``."""
+        n = sum(numels)
+        total, before = self.empty(n), place * n
+        if n:
+            sizes = before, *numels, len(values) - before
+            every = self.join([values[:before], *own, values[before:]], sizes)
+            self._on_each("sum_rows", n, every, np.uint64(n), np.uint32(len(every) // n), total)
         return total
 
     def squares(self, arrays: Arrays) -> Deferred:
