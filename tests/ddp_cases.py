@@ -33,6 +33,7 @@ from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps, streams
 from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
+from tests import payloads
 from tests.parallel import told_of_nan
 
 RECIPES = [
@@ -183,17 +184,22 @@ def test_rounds_for_which_streams_wait_have_the_same_outputs(monkeypatch):
     network = streams.StreamNetwork(thread, dist.group.WORLD, torch.device("cpu"))
     network.limit_s = lambda: 30.0
     rng = np.random.default_rng(rank)
-    same = {"data": rng.integers(0, 255, 5, np.uint8), "equal": True}
-    splits = tuple((rank + to) % 3 for to in range(size))
+    same = {"data": rng.integers(0, 255, 5, np.uint8), "receives": (5,) * size}
+    own, sizes = rng.integers(0, 255, 2 * rank, np.uint8), tuple(range(0, 2 * size, 2))
+    splits = tuple((rank + to) % 3 for to in range(size))  # as many from each as to it
+    shares = {"data": rng.integers(0, 255, sum(splits), np.uint8), "splits": splits}
     for collective, options in (
         ("allgather", same),
-        ("allgather", same | {"equal": False}),
-        ("allgather", {"data": rng.integers(0, 255, 2 * rank, np.uint8)}),
-        ("allgather", {"data": rng.integers(0, 255, 2 * rank, np.uint8), "inside": True}),
+        ("allgather", same | {"receives": ()}),
+        ("allgather", {"data": own}),
+        ("allgather", {"data": own, "receives": sizes}),
+        ("allgather", {"data": own, "inside": True}),
+        ("allgather", {"data": own, "inside": True, "receives": sizes}),
         ("allgather", {"data": np.empty(0, np.uint8)}),
         ("allreduce", {"data": rng.standard_normal(9).astype(np.float32)}),
         ("broadcast", {"data": rng.standard_normal(9).astype(np.float32), "root": 1}),
-        ("alltoall", {"data": rng.integers(0, 255, sum(splits), np.uint8), "splits": splits}),
+        ("alltoall", shares),
+        ("alltoall", shares | {"receives": splits}),
         ("alltoall", {"data": np.empty(0, np.uint8), "splits": (0,) * size}),
     ):
         expected = thread.send(Round(collective, **options), collective, group).wait(30.0)
@@ -265,8 +271,10 @@ def test_averages_are_those_of_a_simulation(recipe, options):
         residual = compression.residual("gradient").numpy().reshape(-1)
         assert residual.tobytes() == steps[-1].residual[dist.get_rank()].tobytes()
         stats = compression.stats()
-        assert stats["sent_nbytes"] == sum(step.sent_bytes[dist.get_rank()] for step in steps)
-        assert stats["inside_nbytes"] == 4 * (32_768 + 16_384)
+        sent = [step.sent_bytes[dist.get_rank()] for step in steps]
+        assert stats["sent_nbytes"] == sum(sent)
+        inside_nbytes = payloads.inside_nbytes(recipe, sent, dist.get_world_size() // 2)
+        assert stats["inside_nbytes"] == inside_nbytes
     for found, expected in zip(averages, steps, strict=True):
         if dist.get_world_size() == 2 or "ranks_per_node" in options:
             np.testing.assert_array_equal(found, expected.average)

@@ -260,11 +260,18 @@ def test_another_stream_computes_the_same(recipe):
 
 
 @pytest.mark.parametrize(
-    ("options", "n_sizes"),
-    [({}, 0), ({"exchange": "sharded"}, 2), ({"find_unused_parameters": True}, 0)],
+    ("recipe", "options", "n_sizes"),
+    [
+        ("topk", {}, 0),
+        ("topk", {"exchange": "sharded"}, 0),
+        ("topk", {"find_unused_parameters": True}, 0),
+        ("adacomp", {}, 1),
+    ],
     ids=str,
 )
-def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch, options, n_sizes):
+def test_all_ranks_launch_the_same_and_wait_for_unknown_sizes_alone(
+    network, monkeypatch, recipe, options, n_sizes
+):
     if network != "streams":
         pytest.skip("of collectives that streams wait for")
     launched, sizes, on_host = [], [], []
@@ -283,19 +290,27 @@ def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch
         streams.StreamNetwork,
         "send",
         launched,
-        lambda made, name, group: (made.collective, name, group.ranks, made.equal, len(made.data)),
+        lambda made, name, group: (
+            made.collective,
+            name,
+            group.ranks,
+            made.receives,
+            len(made.data),
+        ),
     )
     noted(rounds.Network, "send", on_host, lambda made, name, group: name.split(".")[2])
     noted(rounds.Network, "sizes", sizes, lambda *given: given)
     with on_gpu():
-        ddp, compression = prepared("topk", replica_check="off", **options)
+        ddp, compression = prepared(recipe, replica_check="off", **options)
         averages(ddp, range(2))
         for each in (launched, on_host, sizes):
             each.clear()  # of the handshake
         averages(ddp, range(2, 6))
     n_buckets = len(compression._engine.buckets)
     everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [each[: 5 if each[3] else 4] for each in launched])
+    # Of sharded exchanges ranks get and send shards of their own sizes.
+    is_flat = "exchange" not in options
+    dist.all_gather_object(everywhere, [e[: 5 if is_flat and e[3] else 3] for e in launched])
     assert all(each == everywhere[0] for each in everywhere)
     assert len(launched) >= 4 * n_buckets > 4
     kinds = {"step", "used"} if "find_unused_parameters" in options else {"step"}

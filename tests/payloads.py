@@ -38,6 +38,20 @@ TOGETHER: dict[str, dict[str, object]] = {
     "wangni": {"density": 0.05},
 }
 STEPS_TOGETHER, COMPARED = 50, 4  # the first are compared with a simulation
+
+
+def inside_nbytes(recipe, sent, n_nodes):
+    """Return what a rank hands to the other of its node for 8192 elements.
+
+    Half of the gradient, and the sums of the other half or, of sparse payloads, what all nodes have
+    sent of it. ``sent``: bytes that go to other nodes in each step.
+    """
+    few = [
+        n_nodes * nbytes if recipe == "topk" and 0 < nbytes < 1024 else 16_384 for nbytes in sent
+    ]
+    return sum(few) + 16_384 * len(few)
+
+
 EACH = [name for name in list_compressors() if name not in TOGETHER]
 # One of each list of rounds: what else a recipe does no transport changes.
 OF_EACH_ROUND = ("none", "fp16", "topk", "scalecom", "gtopk", "powersgd")

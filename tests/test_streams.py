@@ -57,7 +57,7 @@ def test_the_gpus_wait_is_told_to_the_watch(monkeypatch):
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
     assert not network.is_under_way()
     work = SimpleNamespace(is_completed=lambda: False)
-    monkeypatch.setitem(streams.STARTS, "allreduce", lambda data, *given: ([work], None, data))
+    monkeypatch.setattr(streams, "started_on", lambda on, data, *given: ([work], None, data))
     round_ = Round("allreduce", torch.zeros(3))
     network.send(round_, "a", SimpleNamespace(ranks=[0, 1]))
     assert network.is_under_way()
@@ -75,7 +75,7 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
         def wait(self):
             calls.append(("wait", self.number))
 
-    def launch(data, *given):
+    def launch(on, data, *given):
         calls.append(("launch", len(calls)))
         return [Work(len(calls) - 1)], lambda: data, data
 
@@ -85,7 +85,7 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
     monkeypatch.setattr(
         streams.dist, "new_group", lambda ranks, **options: made.append(ranks) or tuple(ranks)
     )
-    monkeypatch.setitem(streams.STARTS, "allreduce", launch)
+    monkeypatch.setattr(streams, "started_on", launch)
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
     network.make_groups([(0, 1), (2, 3)])
     assert made == [[0, 1], [2, 3]]  # on all ranks, as NCCL needs it

@@ -51,9 +51,10 @@ class Round(NamedTuple):
     ``among``: the participating ranks, this one included, in whose numbering ``root`` is given;
     None if all take part, empty if this rank does not take part and receives nothing. ``inside``:
     whether all participants are within one node. ``divided``: for an allgather, whether each rank's
-    data shrink with the number of ranks, so that the received size hardly grows; ``equal``: whether
-    all ranks' data have the same size. ``in_place``: whether a network may write the output of an
-    allreduce over ``data``.
+    data shrink with the number of ranks, so that the received size hardly grows. ``in_place``:
+    whether a network may write the output of an allreduce over ``data``. ``receives``: for an
+    allgather or an alltoall, how many elements of the output come from each participant, where all
+    know that of each other; else empty.
     """
 
     collective: str
@@ -65,7 +66,7 @@ class Round(NamedTuple):
     divided: bool = False
     splits: tuple[int, ...] = ()
     in_place: bool = False
-    equal: bool = False
+    receives: tuple[int, ...] = ()
 
     def own_nbytes(self, rank: int) -> int:
         """Return how many bytes of the output are those that ``rank`` has sent itself."""

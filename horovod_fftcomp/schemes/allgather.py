@@ -81,8 +81,9 @@ def gather(
     counted = not are_votes(codecs, feedback) and not feedback.keeps_sent
     measure = context.measures and counted
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
-    fixed = all(codec.has_fixed_size for codec in codecs)
-    gathered = yield Round("allgather", encoded.message, equal=fixed)
+    is_fixed = all(codec.has_fixed_size for codec in codecs)
+    sizes = (len(encoded.message),) * context.world_size if is_fixed else ()
+    gathered = yield Round("allgather", encoded.message, receives=sizes)
     if (arriving := context.arriving) is not None:
         coder = ops.coder([codecs[0]] * len(arriving), arriving, context.world_size)
     summed = coder.decode_sum(gathered, feedback.sign)

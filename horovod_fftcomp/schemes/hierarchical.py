@@ -52,7 +52,7 @@ from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
 Ranks = tuple[int, ...]
 
 # How many times fewer bytes than sums the payloads of all nodes have where ranks gather these.
-_FEWER = 4
+FEWER = 4
 
 
 class NodeLayout:
@@ -168,7 +168,8 @@ class Hierarchical(Wrapper):
             within = ops.rejoin(outcome.sums, list(map(len, outcome.sums)))
         whole = within
         if not passes_on:
-            whole = yield from _among(node, Round("allgather", within, inside=True))
+            gather = Round("allgather", within, inside=True, receives=plan.splits)
+            whole = yield from _among(node, gather)
         # What was due is dropped by the host alone: a device restores arrays, but no names.
         if due or outcome.flags.not_finite is None:
             whole, ops = ops.get(whole), ops_of(None)
@@ -283,8 +284,9 @@ def _scattered(
     _check_nbytes(4 * plan.offsets[-1])
     joined = ops.join(list(chain(*parts)), list(chain(*others)))
     splits = *plan.splits[:place], 0, *plan.splits[place + 1 :]
-    received = yield from _among(node, Round("alltoall", joined, splits=splits, inside=True))
-    return ops.sum_rows(received, own, numels, place)
+    sizes = [0 if other == place else sum(numels) for other in range(len(node))]
+    sent = Round("alltoall", joined, splits=splits, inside=True, receives=tuple(sizes))
+    return ops.sum_rows((yield from _among(node, sent)), own, numels, place)
 
 
 def _cut(grads: Grads, share: Share) -> list[Any]:
@@ -342,22 +344,21 @@ def _between(
 
 
 def _passes_on(scheme: Scheme, plan: NodePlan, n_nodes: int) -> bool:
-    """Return whether ranks of a node gather the payloads that they get, not the sums of these.
-
-    The same on all ranks. Where a payload has few values and no transform each rank sums all of
-    them in less time than a node's ranks take to exchange what are mostly zeros.
-    """
-    if n_nodes == 1 or not isinstance(scheme, Allgather) or not all(s.tensors for s in plan.shares):
+    """Return whether ranks of a node gather payloads, not their sums; the same on all ranks."""
+    if n_nodes == 1 or not sends_few(scheme) or not all(share.tensors for share in plan.shares):
         return False
-    codec = scheme.codec
-    is_sparse = isinstance(codec, Codec) and codec.has_fixed_size and codec.transform == Identity()
     nbytes = n_nodes * sum(map(scheme.sent_nbytes, plan.parts))
-    return is_sparse and passes_on(nbytes, 4 * plan.offsets[-1])
+    return FEWER * nbytes <= 4 * plan.offsets[-1]
 
 
-def passes_on(payloads_nbytes: float, dense_nbytes: float) -> bool:
-    """Return whether sparse payloads of all nodes are small enough to be passed on in a node."""
-    return _FEWER * payloads_nbytes <= dense_nbytes
+def sends_few(scheme: Scheme) -> bool:
+    """Return whether payloads of fixed size hold few elements, and no coefficients.
+
+    To sum these of all nodes takes a rank less time than to get sums, which are mostly zeros.
+    """
+    codec = scheme.codec if isinstance(scheme, Allgather) else None
+    is_fixed = isinstance(codec, Codec) and codec.has_fixed_size
+    return is_fixed and codec is not None and codec.transform == Identity()
 
 
 def _passed_on(
@@ -365,10 +366,11 @@ def _passed_on(
 ) -> Generator[Round, Any, Any]:
     """Return all nodes' messages of a whole bucket; ``gathered``: those of this rank's share."""
     sizes = [sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares]
-    length = n_nodes * max(sizes)  # of what each rank hands in, so that it needs no header
+    length = n_nodes * max(sizes)  # of what each rank hands in
     rest = length - len(gathered[:length])
     padded = ops.join([gathered[:length], None], [length - rest, rest], np.uint8)
-    every = yield from _among(node, Round("allgather", padded, inside=True, equal=True))
+    gather = Round("allgather", padded, inside=True, receives=(length,) * len(node))
+    every = yield from _among(node, gather)
     begins = [
         (place * length + number * nbytes, nbytes)
         for number in range(n_nodes)

@@ -107,7 +107,10 @@ def second_codec(codec: AnyCodec, sign: bool, second: Second) -> AnyCodec:
 
 
 class ShardPlan:
-    """Pieces of a bucket and their codecs; ``owners[rank]``: the numbers of a rank's pieces."""
+    """Pieces of a bucket and their codecs; ``owners[rank]``: the numbers of a rank's pieces.
+
+    ``second_sizes``: bytes of each owner's second message; empty if they depend on values.
+    """
 
     def __init__(
         self,
@@ -142,10 +145,8 @@ class ShardPlan:
             {tensors[self.pieces[n].number].name: np.array([self.bins[n].start]) for n in numbers}
             for numbers in self.owners
         ]
-        self._splits: tuple[int, ...] | None = None
-        if all(codec.has_fixed_size for codec in codecs):
-            sizes = zip(self.codecs, self.tensors, strict=True)
-            self._splits = self._by_owner([c.payload_nbytes(t.shape) for c, t in sizes])
+        self._splits = self._sizes(self.codecs)
+        self.second_sizes = self._sizes(self.seconds)
 
     def owns(self, rank: int, name: str, begin: Any, part: Any) -> bool:
         """Return whether a second residual is of the piece of a tensor that ``rank`` owns."""
@@ -158,6 +159,17 @@ class ShardPlan:
         transform, (_, begin, end) = self.codecs[number].transform, self.pieces[number]
         return slice(transform.n_bins(begin), transform.n_bins(end))
 
+    def _sizes(self, codecs: Codecs) -> tuple[int, ...]:
+        """Return the bytes of each owner's pieces by these codecs; empty if these do not tell."""
+        if not all(codec.has_fixed_size for codec in codecs):
+            return ()
+        pairs = zip(codecs, self.tensors, strict=True)
+        return self._by_owner([codec.payload_nbytes(tensor.shape) for codec, tensor in pairs])
+
+    def received(self, rank: int) -> tuple[int, ...]:
+        """Return the bytes of each rank's first message to this one; empty if unknown."""
+        return (self._splits[rank],) * len(self.owners) if self._splits else ()
+
     def _by_owner(self, sizes: Sequence[int]) -> tuple[int, ...]:
         aligned = [wire.align(size) for size in sizes]
         return tuple(sum(aligned[pieces.start : pieces.stop]) for pieces in self.owners)
@@ -169,7 +181,7 @@ class ShardPlan:
         message is too long for an alltoall.
         """
         splits = self._splits
-        if splits is None:
+        if not splits:
             payloads = wire.split_payloads(ops.get(message))
             splits = self._by_owner([payload.size for _, payload in payloads])
         if sum(splits) > MOST_NBYTES:

@@ -182,9 +182,10 @@ def exchange_shards(
     """
     bucket = _ShardedBucket(codecs, tensors, grads, state, context, feedback)
     encoded = bucket.encode()
-    splits = bucket.plan.splits(context.ops, encoded.message)
-    owned = bucket.own((yield Round("alltoall", encoded.message, splits=splits)))
-    gathered = yield Round("allgather", owned.message, divided=True)
+    plan = bucket.plan
+    splits, sizes = plan.splits(context.ops, encoded.message), plan.received(context.rank)
+    owned = bucket.own((yield Round("alltoall", encoded.message, splits=splits, receives=sizes)))
+    gathered = yield Round("allgather", owned.message, divided=True, receives=plan.second_sizes)
     if owned.error is not None:
         raise owned.error
     summed = bucket.decode(gathered)

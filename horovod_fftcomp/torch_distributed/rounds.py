@@ -219,11 +219,15 @@ class Network:
     def send(self, round_: Round, name: str, group: RankGroup) -> Pending:
         """Start a round without waiting; ``group``: its participants."""
         worker = self._worker(group)
-        if self._device is None and (round_.equal or round_.collective not in _GATHERS):
+        if self._device is None and (round_.receives or round_.collective not in _GATHERS):
             group.n_started += 1
+            sums, data, sizes_of = (
+                group.sums,
+                torch.from_numpy(round_.data),
+                partial(group.sizes, name),
+            )
             with _told(name):
-                start, data = STARTS[round_.collective], torch.from_numpy(round_.data)
-                started = start(data, round_, group.sums, equal_sizes)
+                started = started_on(sums, data, round_, sizes_of)
             return StartedRound(started, name, self._aborted)
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
@@ -265,15 +269,10 @@ def node_groups(
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Any:
     on = group.gathers if round_.collective in _GATHERS else group.sums
-    sizes_of = partial(group.sizes, name)
+    asked, sizes_of = round_._replace(receives=()), partial(group.sizes, name)
     with _told(name):
-        started = STARTS[round_.collective](torch.from_numpy(fetched()), round_, on, sizes_of)
+        started = started_on(on, torch.from_numpy(fetched()), asked, sizes_of)
     return StartedRound(started, name).wait(math.inf)
-
-
-def equal_sizes(sizes: Sequence[int]) -> Array:
-    """Return every rank's sizes if all have those of this rank."""
-    return np.tile(sizes, (len(sizes), 1))
 
 
 @contextlib.contextmanager
@@ -288,22 +287,31 @@ def _told(name: str) -> Iterator[None]:
         ) from error
 
 
-def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+def started_on(group: Any, data: torch.Tensor, round_: Round, sizes_of: SizesOf) -> Started:
+    """Start a collective of ``group``; ``sizes_of``: gathers sizes that not all ranks know."""
+    sizes: Sequence[int] = round_.receives
+    if round_.collective in _GATHERS and not sizes:
+        to_each = sizes_of(round_.splits or [data.numel()] * group.size())
+        if not to_each.any():
+            return [], lambda: data, data
+        sizes = to_each[:, group.rank()].tolist()
+    return _STARTS[round_.collective](data, round_, group, sizes)
+
+
+def _reduced(data: torch.Tensor, round_: Round, group: Any, sizes: Sequence[int]) -> Started:
     total = data if round_.in_place else data.clone()
     return [group.allreduce([total])] if total.numel() else [], lambda: total, data
 
 
-def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+def _broadcast(data: torch.Tensor, round_: Round, group: Any, sizes: Sequence[int]) -> Started:
     output = data.clone()
     works = [group.broadcast(output, round_.root)] if output.numel() else []
     return works, lambda: output, data
 
 
-def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
-    to_each = sizes_of(round_.splits)
-    sizes = to_each[:, group.rank()].tolist()
-    output, own = _empty(data, sum(sizes)), list(round_.splits)
-    works = [group.alltoall_base(output, data, sizes, own)] if to_each.any() else []
+def _exchanged(data: torch.Tensor, round_: Round, group: Any, sizes: Sequence[int]) -> Started:
+    output = _empty(data, sum(sizes))
+    works = [group.alltoall_base(output, data, list(sizes), list(round_.splits))]
     return works, lambda: output, data
 
 
@@ -314,16 +322,15 @@ def _empty(data: torch.Tensor, numel: int) -> torch.Tensor:
     return torch.from_numpy(buffer_pool.empty(numel, data.numpy().dtype.type))
 
 
-def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) -> Started:
+def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes: Sequence[int]) -> Started:
     """Gather all ranks' data. Equal sizes only can be gathered, so shorter data are padded.
 
     Within a node, whose ranks gather many values, each broadcasts its own instead.
     """
-    sizes = sizes_of([data.numel()] * group.size())[:, 0].tolist()
     longest, is_even = max(sizes), min(sizes) == max(sizes)
     if round_.inside and not is_even:
         every = _empty(data, sum(sizes))
-        parts = every.split(sizes)
+        parts = every.split(list(sizes))
         parts[group.rank()].copy_(data)
         works = [group.broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
         return works, lambda: every, every
@@ -336,7 +343,7 @@ def _gathered(data: torch.Tensor, round_: Round, group: Any, sizes_of: SizesOf) 
     return works, lambda: every if is_even else torch.cat(parts), padded
 
 
-STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, SizesOf], Started]] = {
+_STARTS: Mapping[str, Callable[[torch.Tensor, Round, Any, Sequence[int]], Started]] = {
     "allgather": _gathered,
     "allreduce": _reduced,
     "alltoall": _exchanged,

@@ -19,11 +19,10 @@ from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.rounds import (
-    STARTS,
     Network,
     RankGroup,
     StartedRound,
-    equal_sizes,
+    started_on,
 )
 from horovod_fftcomp.types import Array
 
@@ -84,8 +83,8 @@ class StreamNetwork:
         on = self._groups[tuple(group.ranks)]
         if on is not self._last and self._pending is not None:
             self._pending.join()  # so that no two communicators are at work at a time
-        sizes = equal_sizes if round_.equal else functools.partial(self._sizes, name, group)
-        started = STARTS[round_.collective](given, round_, _StreamGroup(on, group), sizes)
+        sizes = functools.partial(self._sizes, name, group)
+        started = started_on(_StreamGroup(on, group), given, round_, sizes)
         self._last, self._pending = on, StreamRound(started, name)
         return self._pending
 

@@ -58,7 +58,7 @@ class HostCommonOps:
     def sum_rows(self, values: Array, own: Arrays, numels: Sequence[int], place: int) -> Array:
         """Return the sum of equal rows of ``values`` and, as row ``place``, of ``own``."""
         sums, begin = self.empty(sum(numels)), 0
-        rows = values.reshape(-1, sums.size) if sums.size else []
+        rows = list(values.reshape(-1, sums.size)) if sums.size else []
         for part, numel in zip(own, numels, strict=True):
             here, begin = slice(begin, begin + numel), begin + numel
             terms = [row[here] for row in rows]
@@ -67,7 +67,7 @@ class HostCommonOps:
             with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
                 for term in terms[1:]:
                     total = np.add(total, term, out=sums[here])
-            if not len(rows):
+            if not rows:
                 sums[here] = total
         return sums
 

@@ -25,6 +25,7 @@ from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipes
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Tensor
+from horovod_fftcomp.schemes.hierarchical import sends_few
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
 from horovod_fftcomp.tools import bench, gradient_files
 from horovod_fftcomp.tools.advise.cost_model import (
@@ -134,7 +135,8 @@ def compressed(
             found[kind] = _measured(bucket, values, state, decides, times)
         part, varies, lost, all_of_it = found[kind]
         at, nbytes = max(ready[t.name] for t in bucket.tensors), sum(map(_nbytes, bucket.tensors))
-        parts.append(replace(part, ready=at, node_size=node_size, dense_nbytes=nbytes))
+        part = replace(part, ready=at, node_size=node_size, dense_nbytes=nbytes)
+        parts.append(replace(part, sends_few=sends_few(bucket.policy.after_warmup)))
         spreads.append(varies)
         error, energy = error + lost, energy + all_of_it
     sent = sum(message.nbytes / part.node_size for part in parts for message in part.messages)

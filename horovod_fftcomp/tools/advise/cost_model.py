@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_fftcomp.schemes import received
+from horovod_fftcomp.schemes.hierarchical import FEWER
 
 CYCLE_S = 1e-3  # Horovod's default cycle, in which it looks for work once
 INSIDE_GBIT_PER_S = 2400.0  # NVLink: 300 GB/s of each GPU, in each direction
@@ -199,7 +200,8 @@ class Transfer:
     ``sharded_from`` ranks and more.
 
     ``node_size`` above 1: its ``dense_nbytes`` of gradients are summed inside nodes of so many
-    ranks, and nodes exchange the sums as ranks would, each rank a share.
+    ranks, and nodes exchange the sums as ranks would, each rank a share. ``sends_few``: see
+    ``schemes.hierarchical``; if small, payloads are passed on inside nodes and summed by all ranks.
     """
 
     ready: float
@@ -212,19 +214,24 @@ class Transfer:
     sharded_from: int = 0
     node_size: int = 1
     dense_nbytes: int = 0
+    sends_few: bool = False
 
     def on(self, ranks: int) -> OnRanks:
         """Return the transfer on this number of ranks."""
         g = min(self.node_size, ranks)
         p = math.ceil(ranks / g)  # nodes
         there = self.sharded if self.sharded and p >= self.sharded_from else self
-        within, between = Message("inside", self.dense_nbytes), there.messages
-        rounds = [(message, p) for message in between]
+        rounds = [(message, p) for message in there.messages]
+        encode_s, decode_s = there.encode_s + there.divided_s / p, p * there.decode_each_s
+        decode_s += there.decode_s
         if g > 1:
-            rounds = [(within, g), *rounds, (within, g)]
-        share = 1 / g if p > 1 or g == 1 else 0.0  # on one node nothing is encoded
-        encode_s = share * (there.encode_s + there.divided_s / p)
-        decode_s = share * (there.decode_s + p * there.decode_each_s)
+            share = 1 / g if p > 1 else 0.0  # on one node nothing is encoded
+            within = last = Message("inside", self.dense_nbytes)
+            passed_on = p * there.messages[-1].nbytes
+            if p > 1 and there.sends_few and FEWER * passed_on <= self.dense_nbytes:
+                last, decode_s = Message("inside", passed_on), g * decode_s
+            rounds = [(within, g), *rounds, (last, g)]
+            encode_s, decode_s = share * encode_s, share * decode_s
         return OnRanks(self.ready, rounds, encode_s, decode_s)
 
 
