@@ -16,8 +16,9 @@ from horovod_fftcomp.types import Array
 
 # While rounds are pending too, an encoding is waited for in intervals of this length.
 _POLL_S = 0.0002
-# With a fixed order, how many buckets have their first round under way before an earlier one
-# continues with its second: enough that neither encoding nor the network waits for the other.
+# With a fixed order, how many later buckets are started for each round of a bucket before it is
+# waited for, if another round follows: enough that neither encoding nor the network waits for the
+# other. Of several the one with the most rounds to come goes first.
 _DEPTH = 2
 
 
@@ -117,9 +118,10 @@ class Pipeline:
         self._number[bucket] = 0
         self._started.append(bucket)
         self._compute(bucket, grads)
-        for earlier in self._started[:-_DEPTH] if self._is_ordered else ():
-            if earlier in self.inner:
-                self._receive(earlier)
+        if self._is_ordered:
+            for later, earlier in enumerate(reversed(self._started)):
+                if earlier in self.inner and later >= _DEPTH * (1 + self._number[earlier]):
+                    self._receive(earlier)
 
     def advance(self, raises: bool = False) -> None:
         """Go on with buckets without waiting: send what is encoded, and encode what comes next.
@@ -143,8 +145,8 @@ class Pipeline:
         """
         try:
             while self.encoding or self._pending:
-                if self._is_ordered and self.inner:  # others wait for the next rounds: decode later
-                    self._receive(next(bucket for bucket in self._pending if bucket in self.inner))
+                if self._is_ordered and self.inner:
+                    self._receive(self._next_in_order())
                     continue
                 self.advance(raises=True)
                 done = (bucket for bucket, sent in self._pending.items() if sent.is_done())
@@ -162,6 +164,19 @@ class Pipeline:
                 self.encode_wait_s += ended - began - hidden_s if self._is_ordered else 0.0
         finally:  # after an error the data of rounds that are under way must not be freed
             self.abandon(keeps_rounds=True)
+
+    def _next_in_order(self) -> int:
+        """Return the bucket to receive: of those with rounds to come the one with the most.
+
+        Others wait for its next round. Until it has arrived, one that has arrived and is only
+        decoded, which sends nothing.
+        """
+        inner = (bucket for bucket in self._pending if bucket in self.inner)
+        first = min(inner, key=self._number.__getitem__)
+        if self._pending[first].is_done():
+            return first
+        done = (b for b, sent in self._pending.items() if b not in self.inner and sent.is_done())
+        return next(done, first)
 
     def abandon(self, keeps_rounds: bool = False) -> None:
         """Discard the running step; waits for an encoding that is being computed."""
