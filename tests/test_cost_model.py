@@ -226,6 +226,23 @@ def test_nodes_exchange_as_ranks_do_and_divide_the_codec(messages):
     assert alone.exchange_s == pytest.approx(inside_s)
 
 
+def test_nodes_pass_on_payloads_that_are_few_bytes():
+    times = {"encode_s": 0.008, "decode_s": 0.004, "decode_each_s": 0.002}
+    network = given_network(1.0, ALPHA, 0.0, inside_gbit_per_s=100.0, node_size=4)
+    compute = Compute(0.1, spare_core=False)
+    for nbytes, passed_on in ((3_000, 9_000), (5_000, None)):  # of three nodes, and a quarter
+        nodes, few = (
+            Transfer(1.0, (Message("allgather", nbytes),), **times, node_size=4,
+                     dense_nbytes=40_000, sends_few=sends_few)
+            for sends_few in (False, True)
+        )  # fmt: skip
+        dense, found = (step_time(compute, [one], network, 12) for one in (nodes, few))
+        assert found.encode_s == dense.encode_s
+        assert found.decode_s == pytest.approx(dense.decode_s * (4 if passed_on else 1))
+        less_s = 3 * (40_000 - passed_on) / 4 * 8e-11 if passed_on else 0.0
+        assert found.exchange_s == pytest.approx(dense.exchange_s - less_s)
+
+
 def test_an_alltoall_of_all_ranks_passes_the_link_of_a_node_for_each_of_them():
     shared = given_network(1.0, 0.0, 0.0, node_size=4)
     for collective, times in (("alltoall", 16 / 7), ("allgather", 1), ("allreduce", 1)):

@@ -66,3 +66,12 @@ def test_the_order_does_not_depend_on_what_has_arrived():
 def test_two_later_buckets_start_before_a_second_round():
     sent = order_of_rounds([2, 2, 2, 2], seed=0)
     assert sent[:5] == ((0, 0), (1, 0), (2, 0), (0, 1), (3, 0))
+
+
+def test_a_bucket_with_more_rounds_to_come_goes_first():
+    """So that the network has the next bucket's message before an earlier one is waited for."""
+    sent = order_of_rounds([3, 3, 3, 3, 3], seed=0)
+    assert sent[3:] == (
+        *((0, 1), (3, 0), (1, 1), (4, 0), (2, 1), (0, 2)),  # two later buckets for each round
+        *((3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (4, 2)),
+    )

@@ -85,4 +85,4 @@ class DenseCodec(PayloadCodec):
             super()._add(total, payload, plan, header, kernels)
         else:
             body = payload[plan.values_offset :]
-            self.method.add(total, header.shape, body, header.scale)
+            self.method.add(total, header.shape, body, header.scale, kernels)

@@ -278,15 +278,15 @@ def _scattered(
     By an alltoall, which all networks have, and which Gloo's, MPI's and NCCL's ranks sum alike.
     """
     place = node.index(rank)
-    parts = [_cut(grads, share) for share in plan.shares]
-    own, numels = parts.pop(place), plan.shares[place].numels
-    others = [share.numels for share in plan.shares if share is not plan.shares[place]]
+    parts, numels = [_cut(grads, share) for share in plan.shares], [s.numels for s in plan.shares]
+    own, own_numels = parts.pop(place), numels.pop(place)
     _check_nbytes(4 * plan.offsets[-1])
-    joined = ops.join(list(chain(*parts)), list(chain(*others)))
-    splits = *plan.splits[:place], 0, *plan.splits[place + 1 :]
-    sizes = [0 if other == place else sum(numels) for other in range(len(node))]
-    sent = Round("alltoall", joined, splits=splits, inside=True, receives=tuple(sizes))
-    return ops.sum_rows((yield from _among(node, sent)), own, numels, place)
+    others = list(chain(*parts))
+    joined = ops.join(others, list(chain(*numels))) if others else ops.empty(0)
+    splits, receives = list(plan.splits), [plan.splits[place]] * len(node)
+    splits[place] = receives[place] = 0
+    sent = Round("alltoall", joined, inside=True, splits=tuple(splits), receives=tuple(receives))
+    return ops.sum_rows((yield from _among(node, sent)), own, own_numels, place)
 
 
 def _cut(grads: Grads, share: Share) -> list[Any]:

@@ -20,7 +20,7 @@ from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
-from tests.backends import load_backend
+from tests.backends import encoder_of, load_backend
 from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, overflows, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
@@ -129,7 +129,8 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
     made = Encoded(codec, grads, residuals, schedule)
     for i, name in enumerate(names):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, rng_key=place_of(i))
+        options = {"kernels": encoder_of(codec), "rng_key": place_of(i)}
+        expected = codec.encode_coeffs(coeffs, grads[i].shape, **options)
         bad = name in ("nan", "inf") or overflows(codec, grads[i])
         assert bool(made.not_finite[i]) == bad, name
         assert meant(codec, made.payloads[i]) == meant(codec, expected.payload), name
@@ -151,7 +152,11 @@ def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
             coeffs = codec.coeffs_of(grad.reshape(-1), grad.shape, CPU, residuals[number])
             wanted = float(np.dot(coeffs.array, coeffs.array))
             expected = codec.encode_coeffs(
-                coeffs, grad.shape, kernels=CPU, keep_residual=keep, rng_key=place_of(number)
+                coeffs,
+                grad.shape,
+                kernels=encoder_of(codec),
+                keep_residual=keep,
+                rng_key=place_of(number),
             )
             assert made.payloads[number].tobytes() == expected.payload.tobytes()
             left = expected.residual

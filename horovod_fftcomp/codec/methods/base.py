@@ -90,7 +90,7 @@ class Method(abc.ABC):
         """
 
     @abc.abstractmethod
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the decoded ``body`` to ``total``; ValueError for bytes ``encode`` never writes."""
 
 

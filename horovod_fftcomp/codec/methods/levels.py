@@ -10,7 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
 from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits, rows_of
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, L2, Levels, count_words, pack_words, unpack_words
 
@@ -54,7 +54,7 @@ class OneScale(Method):
         encode_levels(values, self.grid(), _array(scale), words, how.key, how.keep)
         return scale
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times levels; see ``Method``."""
         add_levels(total, body.view(np.uint32), _array(scale), self.grid())
 

@@ -10,7 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
 from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, Levels, count_words, pack_words, unpack_words
 
@@ -43,7 +43,7 @@ class Natural(Method):
         encode_octaves(values, body.view(np.uint32), top, how.key, how.keep)
         return float_of(top << 23)
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add powers of two; see ``Method``."""
         pattern = int(np.float32(scale).view(np.uint32))
         if pattern & _POWER_OF_TWO_ABOVE or not pattern:

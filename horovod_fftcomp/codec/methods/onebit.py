@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_sca
 from horovod_fftcomp.codec.methods.signs import SignMethod, add_signs, subtract_signs
 from horovod_fftcomp.codec.methods.sums import sums_of_rows
 from horovod_fftcomp.errors import check_choice
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OneBit(SignMethod):
             subtract_signs(values, sides, length)
         return float(np.abs(sides).max())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the mean of each value's sign; see ``Method``."""
         split = 8 * self.rows(shape)
         sides = body[:split].view(np.float32)

@@ -17,7 +17,7 @@ from horovod_fftcomp.codec.methods.base import (
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.errors import check_choice, check_whole
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.radix import L2, LARGEST, Levels, count_words
 
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -84,7 +84,7 @@ class QSGD(Method):
             return None
         return float(scales.max())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
         scales = checked_scales(body[:split].view(np.float32), scale)

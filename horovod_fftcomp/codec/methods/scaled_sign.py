@@ -9,7 +9,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding
 from horovod_fftcomp.codec.methods.signs import SignMethod, add_signs, subtract_signs
 from horovod_fftcomp.codec.methods.sums import ordered_sum
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScaledSign(SignMethod):
             subtract_signs(values, sides, n, bool(how.key))
         return scale
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times the signs; see ``Method``."""
         sides = np.array([[scale, -scale]], np.float32)
         add_signs(total, body.view(np.uint32), sides, total.size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from horovod_fftcomp.codec.methods.base import CudaMethod
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Kernels, Shape
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Sign(ScaledSign):
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(sums.any())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the signs; see ``Method``."""
         if scale not in (0.0, 1.0):
             raise ValueError(f"the scale is {scale}, expected 0 or 1")
-        super().add(total, shape, body, scale)
+        super().add(total, shape, body, scale, kernels)
