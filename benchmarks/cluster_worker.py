@@ -161,7 +161,7 @@ class Ours(Alone):
             self.optimizer, model.named_parameters(), compression=self.compression
         )
         self.nbytes = dict.fromkeys(("allgather", "allreduce", "broadcast", "alltoall"), 0)
-        exchanges = self.compression._steps.pipeline
+        exchanges = self.compression.driver.pipeline
         exchanges._send = partial(self._count, exchanges._send)
 
     def _count(self, send: Callable[..., Any], round_: Any, *where: Any) -> Any:

@@ -28,15 +28,15 @@ class LearnersOnDevice(SimulatedLearners):
         self, model: torch.nn.Module, n_learners: int, recipe: str, device: Any, **options: Any
     ) -> None:
         super().__init__(model, n_learners, recipe, **options)
-        buckets = self._engines[0].buckets
-        self._engines = [Engine(buckets, rank, n_learners, device) for rank in range(n_learners)]
+        buckets = self.engines[0].buckets
+        self.engines = [Engine(buckets, rank, n_learners, device) for rank in range(n_learners)]
         slots = {
             name: Slot(number, place)
             for number, names in enumerate(self._buckets)
             for place, name in enumerate(names)
         }
         found = [slots.get(name) for name in self._parameters.names]
-        note_exchanged(self._parameters.tensors, found, self._engines[0])
+        note_exchanged(self._parameters.tensors, found, self.engines[0])
         self._placed: list[dict[str, torch.Tensor]] = [{} for _ in range(n_learners)]
 
     @contextmanager
@@ -56,21 +56,21 @@ class LearnersOnDevice(SimulatedLearners):
         for number, names in enumerate(self._buckets):
             exchanges = {
                 engine.rank: exchange_of(engine, number, [grads[name] for name in names])
-                for engine, grads in zip(self._engines, self._placed, strict=True)
+                for engine, grads in zip(self.engines, self._placed, strict=True)
             }
             drive_all(exchanges, lambda rounds: dict(enumerate(outputs_of([*rounds.values()]))))
-            totals |= zip(names, self._engines[0].sums(number), strict=True)
+            totals |= zip(names, self.engines[0].sums(number), strict=True)
         for name in self._dense:
             totals[name] = torch.stack([grads[name] for grads in self._placed]).sum(0)
             self.dense_nbytes += totals[name].nbytes
-            for engine in self._engines:
+            for engine in self.engines:
                 arrays.observe(engine, totals[name])
         for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
             total = totals[name]
             total = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
-            mean = total.to(parameter) / len(self._engines)
+            mean = total.to(parameter) / len(self.engines)
             parameter.grad = mean.view(parameter.shape)
-        for engine in self._engines:
+        for engine in self.engines:
             engine.settle()
 
 

@@ -58,7 +58,7 @@ class Run:
             self.model, replica_check="off", warmup_steps=0
         )
         if in_hooks:
-            self.compression._steps.pipeline._worker = _InHooks()
+            self.compression.driver.pipeline.worker = _InHooks()
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=1e-3),
             named_parameters=self.model.named_parameters(),

@@ -77,7 +77,7 @@ def train(recipe: str, place: str) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     waits = waits_of(step) if place == "cuda" else {}
     whole = np.concatenate([p.detach().cpu().numpy().ravel() for p in model.parameters()])
-    stats, there = compression.stats(), compression._engine.computes_on_device(0)
+    stats, there = compression.stats(), compression.engine.computes_on_device(0)
     equal = len({*gathered(hashlib.sha256(whole.tobytes()).hexdigest(), place)}) == 1
     difference = difference_from_cpu(recipe, place)
     learned = sum(losses[-BATCHES:]) < sum(losses[:BATCHES])  # not if one is NaN

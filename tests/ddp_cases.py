@@ -292,7 +292,7 @@ def test_auto_ranks_per_node_are_those_of_a_host_as_torchrun_tells_them(n_local,
     compression = compress(ddp, "topk", ranks_per_node="auto")
     train(ddp, range(2))
     same_everywhere(flat(ddp))
-    found = compression._facts()["ranks_per_node"]
+    found = compression.facts()["ranks_per_node"]
     assert found == (n_local if n_local < size and size % n_local == 0 else 1)
     assert (compression.stats()["inside_nbytes"] > 0) == (found > 1)
 
@@ -433,7 +433,7 @@ def test_accumulated_gradients_are_exchanged_once():
 )
 @pytest.mark.parametrize(("as_view", "copied"), [(False, False), (True, False), (False, True)])
 def test_large_dense_buckets_are_summed_in_place(rules, as_view, copied, monkeypatch):
-    monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
+    monkeypatch.setattr(steps, "DENSE_NBYTES", 1)
     if copied:  # as from a GPU
         monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     found, is_whole = [], Arrival.is_whole
@@ -458,7 +458,7 @@ def test_large_dense_buckets_are_summed_in_place(rules, as_view, copied, monkeyp
 
 
 def test_a_nan_in_a_large_dense_bucket_reaches_all_ranks(monkeypatch):
-    monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
+    monkeypatch.setattr(steps, "DENSE_NBYTES", 1)
     ddp = wrapped()
     compress(ddp, "none")
     train(ddp, range(1))
@@ -605,7 +605,7 @@ def test_the_first_rank_writes_gradients_and_statistics(tmp_path):
     ddp.module.first.weight.register_hook(lambda grad: own.append(grad.clone().numpy()))
     train(ddp, range(3))
     if dist.get_rank() == 0:
-        compression._steps._recorder.flush()
+        compression.recorder.flush()
         for step in (0, 2):
             with np.load(record / f"{step}.npz") as file:
                 recorded = dict(file)
@@ -1124,7 +1124,7 @@ def test_decay_of_changes_is_no_second_momentum():
 def test_a_change_with_nan_leaves_weights_and_outer_momentum_as_they_were():
     training = LocalTraining(NESTEROV)
     training.train(range(3))
-    before = flat(training.ddp), training.local.outer.state[training.local._last[0]]
+    before = flat(training.ddp), training.local.outer.state[training.local.last[0]]
     momentum = before[1]["momentum_buffer"].clone()
     if dist.get_rank() == 1:
         training.ddp.module.bias.data[7] = float("nan")
@@ -1166,7 +1166,7 @@ def test_weights_that_the_replica_check_replaces_stay_replaced():
     training = LocalTraining(ADD, replica_check="broadcast")
     training.train(range(3))
     if dist.get_rank() == 1:
-        for bias in (training.local._last[1], training.ddp.module.bias.data):
+        for bias in (training.local.last[1], training.ddp.module.bias.data):
             bias[3] += 1.0
     with pytest.warns(RuntimeWarning, match="replaced by the first rank's"):
         training.exchange(100)

@@ -119,7 +119,7 @@ def test_averages_and_state_are_the_cpus(recipe, options):
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     if recipe != "none":
-        assert ours._engine.computes_on_device(0) != (recipe in HOST_ONLY)
+        assert ours.engine.computes_on_device(0) != (recipe in HOST_ONLY)
 
 
 @pytest.mark.parametrize("recipe", ["fft", "powersgd"])
@@ -306,7 +306,7 @@ def test_all_ranks_launch_the_same_and_wait_for_unknown_sizes_alone(
         for each in (launched, on_host, sizes):
             each.clear()  # of the handshake
         averages(ddp, range(2, 6))
-    n_buckets = len(compression._engine.buckets)
+    n_buckets = len(compression.engine.buckets)
     everywhere = [None] * dist.get_world_size()
     # Of sharded exchanges ranks get and send shards of their own sizes.
     is_flat = "exchange" not in options
@@ -343,10 +343,10 @@ def test_an_error_in_a_step_is_raised_as_it_is(monkeypatch):
         ddp, compression = prepared("topk", timeout_s=20)
         averages(ddp, range(2))
 
-        def fail():
+        def fail(scale):
             raise ConfigMismatchError("the cause")
 
-        monkeypatch.setattr(compression._steps, "_begin", fail)
+        monkeypatch.setattr(compression.engine, "follow_loss_scale", fail)
         with pytest.raises(ConfigMismatchError, match="the cause"):
             averages(ddp, range(1))
 

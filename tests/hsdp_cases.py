@@ -180,7 +180,7 @@ def test_a_gpu_computes_what_a_cpu_does(recipe, mesh, monkeypatch):
         models.append(model := sharded(mesh["shard"]))
         compression = compress(model, recipe, replicate=mesh["replicate"])
         train(model, range(5))
-        assert compression._engine.computes_on_device(0) == (device is not None)
+        assert compression.engine.computes_on_device(0) == (device is not None)
     for one, other in zip(*map(local, models), strict=True):
         assert torch.equal(one, other)
 

@@ -36,9 +36,9 @@ _OWN: Sequence[tuple[Any, str, Callable[[], Any]]] = (
     (warnings, "filters", lambda: warnings.filters[:]),
     (warnings, "showwarning", lambda: warnings.showwarning),
     (warnings, "_showwarnmsg_impl", lambda: warnings._showwarnmsg_impl),
-    (connection, "_unconnected", weakref.WeakSet),
-    (connection, "_counts", Counter),
-    (watch._Post, "_present", lambda: None),
+    (connection, "unconnected", weakref.WeakSet),
+    (connection, "counters", Counter),
+    (watch.Post, "present_post", lambda: None),
 )
 
 
@@ -74,7 +74,7 @@ class Ranks:
         self._hangs = ""
         self._loaded: int | None = None
         self._states: list[list[Any]] = []
-        self._patches: list[list[RankPatch]] = [[] for _ in range(size)]
+        self.patches: list[list[RankPatch]] = [[] for _ in range(size)]
         self._tables: dict[tuple[Any, str], dict[int, Any]] = {}
         self._patched = pytest.MonkeyPatch()
 
@@ -270,7 +270,7 @@ class Ranks:
             return
         if self._loaded is not None:
             self._states[self._loaded] = self._snapshot()
-            for patch in reversed(self._patches[self._loaded]):
+            for patch in reversed(self.patches[self._loaded]):
                 patch.swap()
         state = self._outside if rank is None else self._states[rank]
         for (owner, name, _), value in zip(_OWN, state, strict=False):
@@ -278,7 +278,7 @@ class Ranks:
         warnings._filters_mutated()  # type: ignore[attr-defined]
         torch.set_rng_state(state[-1])
         if rank is not None:
-            for patch in self._patches[rank]:
+            for patch in self.patches[rank]:
                 patch.swap()
         self._loaded = rank
 
@@ -306,13 +306,13 @@ class Ranks:
         return table
 
 
-def _end(post: watch._Post) -> None:
+def _end(post: watch.Post) -> None:
     """End the thread of a process's watches, and close its socket: there may be hundreds."""
-    atexit.unregister(post._stop)
-    post._stops.set()
+    atexit.unregister(post.stop)
+    post.stops.set()
     post.send(bytes(16), {}, ("127.0.0.1", post.address["port"]))  # it waits for one
-    post._thread.join()
-    post._socket.close()
+    post.thread.join()
+    post.socket.close()
 
 
 class RankPatch:
@@ -323,7 +323,7 @@ class RankPatch:
         self._undo: list[Callable[[], None]] = []
         self._swapped: list[tuple[Callable[[], Any], Callable[[Any], None], list[Any]]] = []
         assert self._rank is not None
-        ranks._patches[self._rank].append(self)
+        ranks.patches[self._rank].append(self)
 
     @classmethod
     def of(cls, ranks: Ranks) -> RankPatch:

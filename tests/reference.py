@@ -446,7 +446,7 @@ def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
     return minuend
 
 
-def _columns_and_signs(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
+def columns_and_signs(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
     """Return (column, sign) of each element in each row of a sketch, ``[rows, n]`` each.
 
     Computed from the upper half h of factor * i + addend, mod 2^64: bit 0 is the sign, the others
@@ -469,7 +469,7 @@ def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
     bits = sketch_bits(values.size, peak)
     steps = np.rint(values.astype(np.float64) * 2.0**bits).astype(np.int64)
     table = np.zeros((len(hashes), columns), np.int64)
-    places = _columns_and_signs(values.size, hashes, columns)
+    places = columns_and_signs(values.size, hashes, columns)
     for row, at, signs in zip(table, *places, strict=True):
         np.add.at(row, at, signs.astype(np.int64) * steps)
     with np.errstate(over="ignore"):
@@ -478,6 +478,6 @@ def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
 
 def estimate(table: Array, hashes: Array, n: int) -> Array:
     """Return the estimates of ``n`` elements from a finite sketch, float32: medians over rows."""
-    at, signs = _columns_and_signs(n, hashes, table.shape[1])
+    at, signs = columns_and_signs(n, hashes, table.shape[1])
     estimates = signs * np.take_along_axis(table, at, 1)
     return np.sort(estimates, 0)[len(table) // 2]

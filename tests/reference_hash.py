@@ -15,7 +15,7 @@ def hash_bytes_reference(array: Array) -> int:
     column. One more lane takes in the lanes, then the words that fill no row, the last of them
     padded with zeros, and then the number of bytes.
     """
-    rows, tail = own._words(array)
+    rows, tail = own.words_of(array)
     lanes = own._SEEDS
     for row in rows:
         lanes = _step(lanes, row)

@@ -65,21 +65,21 @@ IDLE = np.array([1, 10**9, 0, 0])  # what a rank sees of a core that nobody uses
 @pytest.fixture
 def quiet(monkeypatch):
     """Let no other process use the cores, and codecs take 1 ms for a bucket."""
-    measure = advice._timed
+    measure = advice.timed_run
 
     def timed(*given):
         part, _ = measure(*given)
         times = {"encode_s": 1e-3, "decode_s": 1e-3, "decode_each_s": 0.0, "divided_s": 0.0}
         return replace(part, **times), 0.0
 
-    monkeypatch.setattr(advice, "_timed", timed)
+    monkeypatch.setattr(advice, "timed_run", timed)
     monkeypatch.setattr(load_of_others, "look", lambda: IDLE)
 
 
 @pytest.fixture
 def advise(tmp_path, capsys, monkeypatch, file, no_launcher, quiet):
     """Return a function that runs the command and returns (what it printed, its JSON)."""
-    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "chosen_threads", None)
     monkeypatch.setenv("COLUMNS", "150")
     path = tmp_path / "advice.json"
 
@@ -284,12 +284,12 @@ def test_an_exchange_inside_a_node_sends_other_nodes_nothing(rank):
     from horovod_fftcomp.cli import advise_probe
 
     job = argparse.Namespace(rank=rank, size=4)
-    round_ = advise_probe._round(job, Message("inside", 1001), 2)
+    round_ = advise_probe.round_of(job, Message("inside", 1001), 2)
     assert round_.collective == "alltoall"
     assert round_.splits == ((501, 501, 0, 0), (0, 0, 501, 501))[rank // 2]
     assert round_.data.nbytes == 1002
-    assert advise_probe._round(job, Message("allgather", 8), 2).data.nbytes == 8
-    assert advise_probe._round(job, Message("allreduce", 8, "float16"), 2).data.shape == (4,)
+    assert advise_probe.round_of(job, Message("allgather", 8), 2).data.nbytes == 8
+    assert advise_probe.round_of(job, Message("allreduce", 8, "float16"), 2).data.shape == (4,)
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ def test_a_usual_model_has_the_parameters_that_are_given(
     given, sizes, compute_ms, capsys, monkeypatch, no_launcher, quiet
 ):
     """Of equal layers one is timed."""
-    timed, known = [], advice._measured
-    monkeypatch.setattr(advice, "_measured", lambda *how: timed.append(how[0]) or known(*how))
+    timed, known = [], advice.measured_transfer
+    monkeypatch.setattr(advice, "measured_transfer", lambda *how: timed.append(how[0]) or known(*how))
     monkeypatch.setenv("COLUMNS", "200")
     network = ["--gbit-per-s", "1", "--ranks", "2", "--repeat", "1"]
     main(["advise", "--compression", "topk", *network, *given])
@@ -515,7 +515,7 @@ def check_measured(found):
 @pytest.mark.torch
 def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
     pytest.importorskip("horovod")
-    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "chosen_threads", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
     path = tmp_path / "advice.json"
@@ -620,13 +620,13 @@ def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
 
 @pytest.mark.parametrize("exchange", ["sharded", "gather"])
 def test_ranks_divide_the_second_encoding_of_a_sharded_exchange(exchange, monkeypatch):
-    run, fold, folds = advice._run, shards.fold, []
+    run, fold, folds = advice.run_once, shards.fold, []
 
     def timed(*given):
         ranks = given[4]
         return run(*given)._replace(encode_s=0.001 + 0.012 / ranks, decode_s=0.002 + 0.001 * ranks)
 
-    monkeypatch.setattr(advice, "_run", timed)
+    monkeypatch.setattr(advice, "run_once", timed)
     monkeypatch.setattr(shards, "fold", lambda *given: folds.append(given) or fold(*given))
     grads = {"w": gradient_files.synthetic(50_000).steps[0]}
     options = {"exchange": exchange}
@@ -896,7 +896,7 @@ def test_load_is_told_before_anything_is_measured(rank, busy, told, monkeypatch,
     errors, looked = [], []
     jobs = argparse.Namespace(rank=rank)
     monkeypatch.setattr(advise_command, "Jobs", lambda _: jobs)
-    monkeypatch.setattr(advise_command, "_findings", lambda *_: errors.append(capsys.readouterr()))
+    monkeypatch.setattr(advise_command, "findings_of", lambda *_: errors.append(capsys.readouterr()))
     look = np.array([1, 10**9, busy * 10**8, 0])
     monkeypatch.setattr(load_of_others, "look", lambda: looked.append(rank) or look)
     main(["advise", "--gbit-per-s", "1", "--ranks", "2"])
@@ -909,7 +909,7 @@ def test_load_is_told_before_anything_is_measured(rank, busy, told, monkeypatch,
 
 
 def test_a_busy_process_is_seen(monkeypatch):
-    monkeypatch.setattr(load_of_others, "_LOOK_S", 0.5)
+    monkeypatch.setattr(load_of_others, "LOOK_S", 0.5)
     spin = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
     core = {min(os.sched_getaffinity(0))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: core)

@@ -21,9 +21,9 @@ from horovod_fftcomp.schemes.auto import (
     SHARES,
     TRIAL_STEPS,
     TRIED,
-    _allocated,
+    allocated,
     _Point,
-    _sample_of,
+    sample_of,
 )
 from horovod_fftcomp.simulation import exchange_once
 
@@ -111,7 +111,7 @@ def test_a_residual_is_the_same_in_any_domain(old, new):
     transform = scheme.codec((5003,), old).transform
     before = {"residual": {"w": transform.forward(x, None, 0, cpu).array}}
     before["choice"] = {"w": np.array([old], np.uint8)}
-    moved = scheme._moved(before, tensor, _Point(0, 0.0, EVEN, new))
+    moved = scheme.moved_to(before, tensor, _Point(0, 0.0, EVEN, new))
     assert moved["choice"]["w"] == [new]
     after = scheme.codec((5003,), new).transform.inverse(moved["residual"]["w"], 5003, cpu)
     assert np.abs(after - x).max() <= 1e-6 * np.abs(x).max()
@@ -249,7 +249,7 @@ def test_the_allocation_is_the_best_of_all_where_steps_are_equal(seed):
             for points in itertools.product(*curves)
             if sum(point.nbytes for point in points) <= budget
         )
-        found = _allocated(curves, budget)
+        found = allocated(curves, budget)
         assert sum(point.nbytes for point in found) <= budget
         assert sum(point.error for point in found) == pytest.approx(best)
 
@@ -373,7 +373,7 @@ def test_a_tensor_that_is_not_in_every_step_counts_by_what_it_brings():
 
 def test_every_step_tries_another_sample():
     flat = np.arange(400_000, dtype=np.float32)
-    samples = [_sample_of(flat, step) for step in range(TRIAL_STEPS)]
+    samples = [sample_of(flat, step) for step in range(TRIAL_STEPS)]
     assert all(60_000 < sample.size < 75_000 for sample in samples)
     assert np.unique(np.concatenate(samples)).size > 0.95 * sum(sample.size for sample in samples)
     starts = samples[1].reshape(-1)[:: 1 << 12]

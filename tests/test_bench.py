@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def bench(tmp_path, capsys, monkeypatch):
     """Return a function that runs the command and returns (what it printed, its JSON)."""
-    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "chosen_threads", None)
     path = tmp_path / "bench.json"
 
     def run(*arguments: object) -> tuple[str, dict]:
@@ -507,7 +507,7 @@ def test_made_up_gradients_are_heavy_tailed_and_a_function_of_the_seed():
 
 
 def testmemcpy_copies_with_any_number_of_threads(monkeypatch):
-    monkeypatch.setattr(threads, "_num_threads", 3)
+    monkeypatch.setattr(threads, "chosen_threads", 3)
     source = np.arange(1_000_003, dtype=np.float32)
     target = np.zeros_like(source)
     memcpy(target, source)

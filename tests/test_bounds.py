@@ -24,7 +24,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 PAGE = mmap.PAGESIZE
 
-class Guarded(buffer_pool._Pool):
+class Guarded(buffer_pool.Pool):
     def take(self, size):
         used = -(-(size - buffer_pool.ALIGNMENT) // buffer_pool.ALIGNMENT) * buffer_pool.ALIGNMENT
         room = -(-used // PAGE) * PAGE
@@ -39,7 +39,7 @@ class Guarded(buffer_pool._Pool):
     def give(self, block):
         pass
 
-buffer_pool._pool, buffer_pool._LEAST_NBYTES = Guarded(), 0
+buffer_pool.pool, buffer_pool.LEAST_NBYTES = Guarded(), 0
 
 def guarded(values):
     array = buffer_pool.empty(values.size, values.dtype)

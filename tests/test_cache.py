@@ -76,7 +76,7 @@ def _double(x):
 )
 def test_without_numbas_private_cache_kernels_compile_and_one_warning_says_so(monkeypatch, missing):
     """As with a version of Numba that keeps compiled functions in another way."""
-    jit._warn_of_no_cache.cache_clear()
+    jit.warn_of_no_cache.cache_clear()
     monkeypatch.delattr(*missing)
     with pytest.warns(RuntimeWarning, match=f"not kept on disk.*{missing[1]}") as warned:
         compiled = [jit.kernel(types.FunctionType(_double.__code__, {}, "f")) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_functions_of_kernels_also_compile_as_numba_does_it(monkeypatch):
     patterns = values.view(np.int32)
     found = []
     for is_as_expected in (True, False):
-        monkeypatch.setattr(inlining, "_IS_AS_EXPECTED", is_as_expected)
+        monkeypatch.setattr(inlining, "IS_AS_EXPECTED", is_as_expected)
         code = sparse.peak_bits.py_func.__code__
         peak = inlining.inlined(types.FunctionType(code, vars(sparse), "peak"))
         found.append(numba.njit(lambda x, peak=peak: peak(x[1:]))(patterns))
@@ -156,8 +156,8 @@ ORTHONORMAL = """
 import numpy as np
 from horovod_fftcomp.kernels.cpu import lowrank
 columns = np.arange(1, 13, dtype=np.float64).reshape(3, 4) ** 0.5
-lowrank._orthonormalize({columns})
-print(sum(lowrank._orthonormalize.stats.cache_hits.values()))
+lowrank.orthonormalize({columns})
+print(sum(lowrank.orthonormalize.stats.cache_hits.values()))
 """
 
 

@@ -247,7 +247,7 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch):
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch, request):
     request.addfinalizer(threads.get_own_cores.cache_clear)
-    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "chosen_threads", None)
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "1")
     threads.get_own_cores.cache_clear()
     assert by_topic(kernels.findings())["CPU cores"].level is Level.OK
@@ -271,9 +271,9 @@ def answers(only, monkeypatch):
         torch: str = "print(MARK + '[]')", horovod: str = "", one: str = "print(MARK + '1')"
     ) -> dict[str, Finding]:
         start = f"MARK = {frameworks._MARK!r}\n"
-        monkeypatch.setattr(frameworks, "_ASK_TORCH", start + torch)
-        monkeypatch.setattr(frameworks, "_ASK_HOROVOD", start + horovod)
-        monkeypatch.setattr(frameworks, "_INITIALIZE", start + one)
+        monkeypatch.setattr(frameworks, "ASK_TORCH", start + torch)
+        monkeypatch.setattr(frameworks, "ASK_HOROVOD", start + horovod)
+        monkeypatch.setattr(frameworks, "INITIALIZE", start + one)
         return by_topic(frameworks.findings())
 
     return ask
@@ -310,7 +310,7 @@ def test_an_import_that_ends_the_interpreter_is_a_finding(answers, script, expec
 
 
 def test_an_import_that_hangs_is_a_finding(answers, monkeypatch):
-    monkeypatch.setattr(frameworks, "_TIMEOUT_S", 1)
+    monkeypatch.setattr(frameworks, "TIMEOUT_S", 1)
     found = answers(torch="import time; time.sleep(600)", horovod="print(MARK + '{\"MPI\": true}')")
     assert found["torch runs"].found == "the import did not end in 1 s"
 
@@ -331,7 +331,7 @@ def test_a_process_that_mpi_ends_without_a_launcher_is_a_warning(answers, monkey
     (tmp_path / "lib" / "libmpi.so.40").touch()
     remedy = answers(horovod=BUILT, one=aborts)["one process"].remedy
     assert remedy.startswith(f"export OPAL_PREFIX={tmp_path}, or make install")
-    monkeypatch.setattr(frameworks, "_TIMEOUT_S", 4)
+    monkeypatch.setattr(frameworks, "TIMEOUT_S", 4)
     found = answers(horovod=BUILT, one="import time; time.sleep(600)")["one process"]
     assert found.found.endswith("hvd.init() did not end in 4 s")
 
@@ -393,10 +393,10 @@ def test_a_check_that_holds_the_interpreters_lock_ends_too():
 
 def test_a_watchdog_that_is_stopped_does_nothing(monkeypatch):
     ended = []
-    monkeypatch.setattr(check.Watchdog, "_end", lambda self, *what: ended.append(what))
+    monkeypatch.setattr(check.Watchdog, "end_process", lambda self, *what: ended.append(what))
     watchdog = check.Watchdog(60, check.Report(None))
     watchdog.expect("a", "b")
     watchdog.stop()
-    watchdog._timer.join(20)
-    assert not watchdog._timer.is_alive()
+    watchdog.timer.join(20)
+    assert not watchdog.timer.is_alive()
     assert ended == []

@@ -27,7 +27,7 @@ def test_of_codecs_that_change_in_every_step_only_the_last_few_are_kept():
     ops = HostOps()
     for step in range(10):
         ops.coder([get_codec("topk", density=0.1 / (step + 1))] * 2, TENSORS, 1)
-    assert sum(map(len, ops._coders.values())) == 4
+    assert sum(map(len, ops.coders.values())) == 4
 
 
 @pytest.mark.parametrize("size", [100, 20_000])
@@ -41,7 +41,7 @@ def test_a_frozen_tensor_keeps_its_own_residual_alive_and_no_other(size):
             grads[0], kept = None, engine.residual("t0")
         engine.resume(0, engine.resume(0, grads).data)
         engine.settle()
-    frozen = engine._state[0]["residual"]["t0"]
+    frozen = engine.state[0]["residual"]["t0"]
     assert np.array_equal(frozen, kept.reshape(-1))
     assert frozen.base is None or frozen.base.nbytes <= 2 * frozen.nbytes
 

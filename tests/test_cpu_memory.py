@@ -16,8 +16,8 @@ N = 1 << 20  # float32: 4 MiB
 
 @pytest.fixture
 def pool(monkeypatch):
-    fresh = buffer_pool._Pool()
-    monkeypatch.setattr(buffer_pool, "_pool", fresh)
+    fresh = buffer_pool.Pool()
+    monkeypatch.setattr(buffer_pool, "pool", fresh)
     return fresh
 
 
@@ -50,17 +50,17 @@ def test_what_is_kept_is_bounded(pool):
     stays = [buffer_pool.empty(N)]
     for n in range(N, 3 * N, N // 7):
         stays[:] = buffer_pool.empty(n), buffer_pool.empty(N)
-        held = pool._used_nbytes + pool._kept_nbytes
-        assert held <= buffer_pool._SLACK * pool._most_nbytes
-        assert pool._kept_nbytes == sum(size * len(b) for size, b in pool._kept.items())
+        held = pool.used_nbytes + pool.kept_nbytes
+        assert held <= buffer_pool.SLACK * pool.most_nbytes
+        assert pool.kept_nbytes == sum(size * len(b) for size, b in pool.kept.items())
 
 
 def test_nothing_is_kept_when_nothing_is_in_use(pool):
     arrays = [buffer_pool.empty(N) for _ in range(3)]
     arrays.pop()
-    assert pool._kept_nbytes > 4 * N
+    assert pool.kept_nbytes > 4 * N
     arrays.clear()
-    assert (pool._kept, pool._kept_nbytes, pool._used_nbytes, pool._most_nbytes) == ({}, 0, 0, 0)
+    assert (pool.kept, pool.kept_nbytes, pool.used_nbytes, pool.most_nbytes) == ({}, 0, 0, 0)
 
 
 def test_threads_get_memory_of_their_own(pool):
@@ -79,7 +79,7 @@ def test_threads_get_memory_of_their_own(pool):
     for thread in threads:
         thread.join()
     assert not errors
-    assert pool._used_nbytes == 0
+    assert pool.used_nbytes == 0
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.complex64])

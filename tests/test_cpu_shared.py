@@ -105,8 +105,8 @@ def test_addresses_are_those_of_the_data(monkeypatch):
         found = np.ones(len(arrays), np.int64)
         addresses.addresses_of(arrays, found)
         assert found.tolist() == expected, how
-        monkeypatch.setattr(addresses, "_data_is_found", lambda: False)
-        monkeypatch.setattr(addresses, "_FOUND", [])
+        monkeypatch.setattr(addresses, "data_is_found", lambda: False)
+        monkeypatch.setattr(addresses, "FOUND", [])
 
 
 @each("bad", [np.nan, np.inf])

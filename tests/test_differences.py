@@ -8,9 +8,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from horovod_fftcomp.tools.run.differences import Estimate, _middle, mean
+from horovod_fftcomp.tools.run.differences import Estimate, middle_of, mean
 from horovod_fftcomp.tools.run.differences import difference as difference_of
-from horovod_fftcomp.tools.run.step_report import _medians_of_blocks
+from horovod_fftcomp.tools.run.step_report import medians_of_blocks
 
 TRIALS = 300
 CALM, DISTURBED = (150, 0.05, 0.02), (400, 0.12, 0.1)  # steps, and their noise: see step_times
@@ -49,7 +49,7 @@ def times_seen(
                 is_last = group is groups[-1]
                 own = step_times(rng, *steps, of_jobs * (last if is_last else 1.0))
                 times = round_s * (slower if is_last else 1.0) * own
-                group[number] = np.log(_medians_of_blocks(times.tolist())).tolist()
+                group[number] = np.log(medians_of_blocks(times.tolist())).tolist()
         seen += not difference_of(groups[0], groups[-1], groups).holds_zero
     return seen
 
@@ -100,7 +100,7 @@ def test_the_interval_goes_from_that_of_blocks_to_that_of_rounds():
     def half(apart: float) -> float:
         """Of three rounds, ``apart`` times as far from each other as their blocks explain."""
         blocks = np.array([NormalDist().inv_cdf((n + 0.5) / 20) for n in range(20)])
-        blocks /= math.sqrt(_middle(blocks.tolist())[1])  # their middle half's mean: error 1
+        blocks /= math.sqrt(middle_of(blocks.tolist())[1])  # their middle half's mean: error 1
         return difference([([0.0] * 20, (blocks + apart * x).tolist()) for x in (-1, 0, 1)]).half
 
     of_blocks, of_rounds = 1.96 / math.sqrt(3), 4.303 / math.sqrt(3)

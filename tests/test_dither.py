@@ -250,7 +250,7 @@ def test_bytes_do_not_depend_on_the_number_of_threads(monkeypatch):
     codec = get_codec("dither", ratio=20, bucket=128)
     found = []
     for n_threads in (1, 3):
-        monkeypatch.setattr(threads, "_num_threads", n_threads)
+        monkeypatch.setattr(threads, "chosen_threads", n_threads)
         payload = codec.encode(x)
         found.append((payload.tobytes(), codec.decode(payload).tobytes()))
     assert found[0] == found[1]

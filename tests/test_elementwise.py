@@ -113,7 +113,7 @@ def test_a_kernel_that_is_not_compiled_is_computed_in_numpy(monkeypatch):
     payload = codec.encode(x)
     decoded = codec.decode(payload)
     monkeypatch.setattr(Natural, "cuda", None)
-    monkeypatch.setattr(bucket, "_table_of", lambda codec, shape, _: BucketCodec([codec], [shape]))
+    monkeypatch.setattr(bucket, "table_of", lambda codec, shape, _: BucketCodec([codec], [shape]))
     assert not BucketCodec([codec], [(5000,)]).members
     assert codec.encode(x).tobytes() == payload.tobytes()
     assert codec.decode(payload).tobytes() == decoded.tobytes()

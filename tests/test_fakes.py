@@ -197,7 +197,7 @@ def test_what_a_process_has_once_each_rank_has_for_itself():
             warnings.warn(f"of rank {rank}", stacklevel=1)
             hvd.barrier()
         assert [str(warning.message) for warning in caught] == [f"of rank {rank}"]
-        names = [small_buckets(make_model(), "topk")._connection.name for _ in range(2)]
+        names = [small_buckets(make_model(), "topk").connection.name for _ in range(2)]
         assert names == ["fftcomp.0", "fftcomp.1"]
 
     fakes.run(3, work)

@@ -159,7 +159,7 @@ def test_learners_on_a_gpu_compute_there(training, monkeypatch):
     monkeypatch.setattr(training.GPT, "to", lambda model, device: model)
     made = training.Training(training.Run("tiny", 2, 6, "topk", "adamw", 0.01, 0), "cuda:0")
     assert isinstance(made.learners, kernels.LearnersOnDevice)
-    assert made.learners._engines[0].device is emulator
+    assert made.learners.engines[0].device is emulator
 
 
 def test_outside_of_a_clone_there_is_no_commit(training, tmp_path, monkeypatch):

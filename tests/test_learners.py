@@ -53,7 +53,7 @@ def test_what_is_not_sent_is_carried_on_by_each_learner(recipe):
             owed += model[0].weight.grad
         learners.reduce()
         sent += 2 * model[0].weight.grad
-    residual = sum(torch.from_numpy(engine.residual("0.weight")) for engine in learners._engines)
+    residual = sum(torch.from_numpy(engine.residual("0.weight")) for engine in learners.engines)
     torch.testing.assert_close(sent + residual, owed, atol=1e-6, rtol=1e-5)
     assert all(norm > 0 for norm in learners.residual_norms())
 

@@ -105,9 +105,9 @@ def test_dense_steps_leave_residuals_as_they_are(dense_by):
         model, RANKS, "topk", density=0.1, dense_every=2, dense_by=dense_by
     )
     backward(learners, model, 0)
-    before = [engine.residual("0.weight") for engine in learners._engines]
+    before = [engine.residual("0.weight") for engine in learners.engines]
     backward(learners, model, 1)
-    for engine, residual in zip(learners._engines, before, strict=True):
+    for engine, residual in zip(learners.engines, before, strict=True):
         assert residual.any()
         np.testing.assert_array_equal(engine.residual("0.weight"), residual)
     ours, exact = model[0].weight.grad.clone(), a_model()
@@ -204,7 +204,7 @@ def test_velocities_are_no_first_moments():
     learners = SimulatedLearners(model, RANKS, "topk", momentum=0.9, density=1.0, warmup_steps=0)
     optimizer = AdamW(model.parameters())
     backward(learners, model, 0)
-    assert learners._engines[0].momenta == [0.0]
+    assert learners.engines[0].momenta == [0.0]
     with pytest.raises(UnsupportedError, match="no second moment yet"):
         optimizer.step()
 
@@ -244,12 +244,12 @@ def test_the_mean_of_first_moments_stays_on_other_numbers_of_ranks(ranks):
     learners = SimulatedLearners(model, 4, "topk", **options)
     for step in range(2):
         backward(learners, model, step, ranks=4)
-    states = [engine.state_dict() for engine in learners._engines]
+    states = [engine.state_dict() for engine in learners.engines]
     others = SimulatedLearners(model, ranks, "topk", **options)
-    for rank, engine in enumerate(others._engines):
+    for rank, engine in enumerate(others.engines):
         engine.load_state_dict(checkpoint.part_of(checkpoint.gathered(states), rank, ranks))
     means = [
-        np.sum([e.state_dict()["state"]["velocity"]["0.weight"] for e in each._engines
+        np.sum([e.state_dict()["state"]["velocity"]["0.weight"] for e in each.engines
                 if "0.weight" in e.state_dict()["state"].get("velocity", {})], 0) / size
         for each, size in ((learners, 4), (others, ranks))
     ]  # fmt: skip
@@ -281,11 +281,11 @@ def test_resume_is_exact(momentum):
         backward(learners, model, step)
         optimizer.step()
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    states = [engine.state_dict() for engine in learners._engines]
+    states = [engine.state_dict() for engine in learners.engines]
     resumed, others, optimizers = start()
     resumed.load_state_dict(saved[0])
     optimizers.load_state_dict(saved[1])
-    for engine, state in zip(others._engines, states, strict=True):
+    for engine, state in zip(others.engines, states, strict=True):
         engine.load_state_dict(state)
     for step in range(5, 12):
         for each in ((model, learners, optimizer), (resumed, others, optimizers)):

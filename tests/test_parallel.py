@@ -231,7 +231,7 @@ loss_of(model, *next(batches(1))).backward()
     [
         ("mpi", ""),
         ("gloo", ""),
-        ("mpi", "from horovod_fftcomp.torch import steps; steps._GRACE_S = 0.0"),
+        ("mpi", "from horovod_fftcomp.torch import steps; steps.GRACE_S = 0.0"),
     ],
 )
 def test_an_error_in_one_ranks_worker_ends_the_job_with_its_message(controller, setting):

@@ -26,7 +26,7 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.run import import_hook
 from horovod_fftcomp.tools.run import launcher as jobs
-from horovod_fftcomp.tools.run.import_hook import _WRAPPERS, Wrapping
+from horovod_fftcomp.tools.run.import_hook import WRAPPERS, Wrapping
 from horovod_fftcomp.tools.run.step_report import StepReport
 from tests.test_parallel import run_ranks
 
@@ -53,9 +53,9 @@ def _as_it_was(monkeypatch, no_launcher):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(import_hook, "_installed", [])
+    monkeypatch.setattr(import_hook, "installed", [])
     monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
-    for name, (_, wrappers) in _WRAPPERS.items():  # other tests of this process use them
+    for name, (_, wrappers) in WRAPPERS.items():  # other tests of this process use them
         for wrapper in wrappers:
             if (plain := getattr(sys.modules.get(name), wrapper, None)) is not None:
                 monkeypatch.setattr(sys.modules[name], wrapper, plain)
@@ -188,7 +188,7 @@ def test_usage_is_printed_by_one_rank_and_errors_by_all(rank, capsys, monkeypatc
 @pytest.mark.parametrize("variable", ["HOROVOD_RANK", "TORCHELASTIC_RUN_ID"])
 def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
     monkeypatch.setenv(variable, "0")
-    told = run._told("topk", {"steps": 0})
+    told = run.told_of("topk", {"steps": 0})
     assert ("torchrun --nproc-per-node 2" in told) == variable.startswith("TORCH")
     assert ("horovodrun" in told) != variable.startswith("TORCH")
 
@@ -201,9 +201,9 @@ def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
 def test_a_report_of_one_rank_says_that_nothing_was_sent(ranks, told):
     found = {"steps": 9, "world_size": ranks, "step_s": 0.002, "sent_nbytes": 1e6}
     found |= {"dense_nbytes": 4e6, "encode_s": 0.001, "wait_s": 0.0, "decode_s": 0.0}
-    assert told in run._told("topk", found | {"warmup_steps": 8})
+    assert told in run.told_of("topk", found | {"warmup_steps": 8})
     dense = "MB sent by a rank in a step, all of them dense: --warmup-steps 0 compresses from the"
-    assert (dense in run._told("topk", found | {"warmup_steps": 9})) == (ranks == 2)
+    assert (dense in run.told_of("topk", found | {"warmup_steps": 9})) == (ranks == 2)
 
 
 def test_every_option_is_explained(capsys):
@@ -529,7 +529,7 @@ def test_trainings_one_after_the_other_are_reported_and_count_together():
     [earlier] = found["earlier"]
     assert (earlier["steps"], earlier["sent_nbytes"]) == (2, 20)
     assert (found["steps"], found["sent_nbytes"]) == (3, 30)
-    lines = run._told("topk", found).splitlines()
+    lines = run.told_of("topk", found).splitlines()
     assert [line.split(": ")[2][:7] for line in lines] == ["2 steps", "3 steps"]
 
 
@@ -590,14 +590,14 @@ def test_ranks_that_the_script_starts_itself_are_compressed_or_refused(how):
 
 def test_the_end_of_training_is_raised_again_if_the_script_has_caught_it():
     compressor = object.__new__(Compressor)
-    compressor._listeners = []
+    compressor.listeners = []
     with pytest.raises(run.StepsDone) as caught:
         compressor.end_training(run.StepsDone)
     assert caught.value.code is None  # status 0
-    for listener in compressor._listeners:
+    for listener in compressor.listeners:
         with pytest.raises(run.StepsDone):
             listener()
-    assert len(compressor._listeners) == 1
+    assert len(compressor.listeners) == 1
 
 
 # Jobs.
@@ -683,7 +683,7 @@ def test_what_a_launcher_leaves_behind_does_not_keep_it_waiting(monkeypatch):
 
 def test_ranks_that_do_not_end_after_their_reports_are_ended(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(jobs, "_GRACE_S", 1.0)
+    monkeypatch.setattr(jobs, "GRACE_S", 1.0)
     body = (
         "import os, sys, time; from horovod_fftcomp.tools.run import launcher as jobs;"
         "jobs.report({'rank': int(sys.argv[1]), 'pid': os.getpid()}); time.sleep(300)"
@@ -823,7 +823,7 @@ def test_the_load_of_other_processes_is_noted(outputs, capsys, monkeypatch, load
     monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
     outputs += [""]
     parsed = argparse.Namespace(np=2, metric=None)
-    row = run._row(parsed, parse_recipe("fft"), 0)
+    row = run.row_of(parsed, parse_recipe("fft"), 0)
     assert row["load"] == load
     print_comparison([row | {"place": 0}])
     printed = capsys.readouterr().out

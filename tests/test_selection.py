@@ -23,7 +23,7 @@ from tests.backends import BACKENDS, load_backend
 from tests.contracts import positions_chosen
 from tests.reference import key_exponent, max_abs_bits, topk_threshold
 
-kth_of_few, sample = kernel_of(topk.kth_of_few), kernel_of(topk._sample)
+kth_of_few, sample = kernel_of(topk.kth_of_few), kernel_of(topk.sample_of)
 
 
 @pytest.mark.parametrize(

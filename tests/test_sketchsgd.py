@@ -73,7 +73,7 @@ def test_a_single_entry_is_recovered_exactly():
 
 def test_hashes_are_even_and_signs_too():
     n, columns = 100_000, 64
-    at, signs = reference._columns_and_signs(n, hashes(), columns)
+    at, signs = reference.columns_and_signs(n, hashes(), columns)
     for row, sign in zip(at, signs, strict=True):
         counts = np.bincount(row, minlength=columns)
         assert len(counts) == columns

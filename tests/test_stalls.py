@@ -145,21 +145,21 @@ def test_numbers_that_differ_explain_no_wait_after_the_handshake(capsys):
         if n_handshakes:
             watch.join_ranks({"token": "00" * 16, "hosts": [], "port": 1}, 0, [0, 1])
         watch.disconnect()  # as when a state is loaded
-        watch._announce_alone(waiting, time.monotonic())
+        watch.announce_alone(waiting, time.monotonic())
         assert bool(watch.failure) == (n_handshakes == 0)
         assert ("different numbers" in capsys.readouterr().err) == (n_handshakes == 0)
-        watch._announced_at, watch.failure = -float("inf"), ""
+        watch.announced_at, watch.failure = -float("inf"), ""
 
 
 def test_a_step_that_horovod_exchanges_may_have_ended_long_ago(capsys):
     watch = Watch("fftcomp.0", "none", 15.0, True, lambda: None)
     watch.join_ranks({"token": "00" * 16, "hosts": [], "port": 1}, 1, [0, 1])
-    watch._heard_at = -float("inf")  # the first rank is busy
+    watch.heard_at = -float("inf")  # the first rank is busy
     for step_of, told in (
         (report(4, 1, 1, True, 999.0), ""),
         (report(4, 1, 0, True, 999.0), "999"),
     ):
-        watch._announce_alone(step_of, time.monotonic())
+        watch.announce_alone(step_of, time.monotonic())
         assert bool(watch.failure) == bool(told)
         assert told in capsys.readouterr().err
 

@@ -286,7 +286,7 @@ def test_what_was_written_is_told_without_a_break_in_a_path(width):
 def test_a_rank_writes_no_escape_sequence_at_its_end(folder):
     """Ranks under MPI have a pseudo-terminal, whose output a launcher passes on."""
     pytest.importorskip("colorama")
-    code = "import horovod_fftcomp.monitor.parameter_hash as h; h._kernel(); print('done')"
+    code = "import horovod_fftcomp.monitor.parameter_hash as h; h.hash_kernel(); print('done')"
     shown = printed_to_a_terminal("-c", code, folder=folder, streams=("stdout",), plain=False)
     assert shown.replace("\r", "") == "done\n"
 

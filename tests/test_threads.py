@@ -21,7 +21,7 @@ from horovod_fftcomp.types import Tensor
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "chosen_threads", None)
     threads.get_own_cores.cache_clear()
     yield
     threads.get_own_cores.cache_clear()

@@ -45,13 +45,15 @@ FIGURES = (
 class Compressor:
     """Compressor of one optimizer's gradients; ``Compression.topk(model)``, for one, makes it.
 
-    Subclasses set ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors`` and ``_dtypes``
-    in the order of the parameters.
+    Subclasses set ``connection``, ``driver`` and ``_parameters``, and ``_tensors`` and ``_dtypes``
+    in the order of the parameters. ``engine``: runs this rank's exchanges; ``driver``: carries out
+    steps; ``policy``: recipe and schedule; ``listeners``: see ``on_step``; ``recorder``: see the
+    setting ``record``.
     """
 
-    _engine: Engine
-    _connection: Connection
-    _steps: StepDriver
+    engine: Engine
+    connection: Connection
+    driver: StepDriver
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
@@ -60,7 +62,7 @@ class Compressor:
     _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
-        self._policy = self._first_policy = policy
+        self.policy = self._first_policy = policy
         self._settings = settings
         self._rules = check_rules(settings.rules, policy)
         self._set: Any = settings.process_set
@@ -68,14 +70,14 @@ class Compressor:
             raise ValueError(f"recover was given, but recipe {policy.recipe!r} has no density")
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
-        self._listeners: list[Callable[[], None]] = []  # shared with the step driver
-        self._recorder: Recorder | None = None
+        self.listeners: list[Callable[[], None]] = []  # shared with the step driver
+        self.recorder: Recorder | None = None
         self._warned_of_momentum = self._warned_of_squares = False
 
     def _on_nodes(self, find: Callable[[], int]) -> Scheduled:
         """Return the policy, with ``find()`` ranks per node if that was "auto"."""
-        self._policy = self._first_policy = self._policy.on_nodes(find)
-        return self._policy
+        self.policy = self._first_policy = self.policy.on_nodes(find)
+        return self.policy
 
     def check_differences(self) -> None:
         """Raise UnsupportedError unless local steps (differences of weights) are supported."""
@@ -89,14 +91,14 @@ class Compressor:
 
     def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
         """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
-        traits = self._policy.after_warmup.traits
+        traits = self.policy.after_warmup.traits
         own = 0.0 if traits.sends_moments else traits.momentum
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True
         given = ", ".join(f"{option}={value}" for option, value in momenta.items())
         warn(
-            f"recipe {self._policy.recipe!r} keeps a momentum of its own ({own}), and the "
+            f"recipe {self.policy.recipe!r} keeps a momentum of its own ({own}), and the "
             f"optimizer {optimizer} has one too ({given}): momentum is applied twice, which trains "
             "differently from either alone. Use an optimizer without momentum, such as "
             "SGD(momentum=0) or Adam(betas=(0.0, 0.99)), or a recipe without one"
@@ -107,7 +109,7 @@ class Compressor:
 
         ``of_package``: it is one of this package, which loses by noise alone.
         """
-        traits = self._policy.after_warmup.traits
+        traits = self.policy.after_warmup.traits
         loses = traits.is_noisy or (traits.compresses and not of_package)
         if self._warned_of_squares or traits.momentum or not loses:
             return
@@ -116,14 +118,14 @@ class Compressor:
         others = "" if traits.is_noisy else ", or Adam or AdamW of this package"
         warn(
             f"{optimizer} divides by roots of squared gradients, in which what recipe "
-            f"{self._policy.recipe!r} {how} counts squared: a GPT's loss was 4 to 65 % higher. Use "
+            f"{self.policy.recipe!r} {how} counts squared: a GPT's loss was 4 to 65 % higher. Use "
             f'dither(ratio=20){others}: docs/training.md, "Adam and AdamW"'
         )
 
     @property
     def warmup_steps(self) -> int:
         """Number of dense steps at the start."""
-        return self._policy.warmup_steps
+        return self.policy.warmup_steps
 
     def tensors(self) -> list[Tensor]:
         """Return names and shapes of all parameters in their order, dense ones included."""
@@ -131,14 +133,14 @@ class Compressor:
 
     def on_step(self, listener: Callable[[], None]) -> None:
         """Call ``listener()`` each time a step is closed, which is when the next one begins."""
-        self._listeners.append(listener)
+        self.listeners.append(listener)
 
     def end_training(self, error: type[BaseException]) -> None:
         """Raise ``error`` in the training thread now, and again after each step if it is caught.
 
         Call it from a listener of ``on_step``, at the same step on all ranks.
         """
-        self._listeners.append(functools.partial(self._raise, error))
+        self.listeners.append(functools.partial(self._raise, error))
         self._raise(error)
 
     def _raise(self, error: type[BaseException]) -> None:
@@ -178,36 +180,36 @@ class Compressor:
         ``density``: the present one. ``choices``: what recipe ``auto`` has chosen for each tensor,
         as text.
         """
-        self._steps.close_if_complete()
-        self._engine.read_device()
-        steps, costs = self._steps, self._engine.costs
+        self.driver.close_if_complete()
+        self.engine.read_device()
+        steps, costs = self.driver, self.engine.costs
         dense, sent = steps.dense_nbytes, costs.sent_nbytes + steps.other_nbytes
         ratio = _ratio(dense - steps.of_warmup[0], sent - steps.of_warmup[1])
-        choices = self._engine.choices()
+        choices = self.engine.choices()
         if choices:  # others were in force before
             numels = (math.prod(shape) for _, shape in self._tensors)
             ratio = _ratio(4 * sum(numels), sum(self._sent_nbytes()))
         known = vars(costs) | steps.times() | {"sent_nbytes": sent, "ratio": ratio}
         known |= {"ratio_with_warmup": _ratio(dense, sent)}
         known |= {"steps": steps.count, "dense_nbytes": dense}
-        known["density"] = self._policy.density(self._engine.step)
+        known["density"] = self.policy.density(self.engine.step)
         known["choices"] = {name: choice.words for name, choice in choices.items()}
         return {figure: known[figure] for figure in FIGURES}
 
     def residual(self, name: str) -> Any:
         """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
-        self._steps.settle()
-        return self._engine.residual(name)
+        self.driver.settle()
+        return self.engine.residual(name)
 
     def residual_norm(self) -> float:
         """Return the L2 norm of this rank's residuals, of all parameters together."""
-        self._steps.settle()
-        return self._engine.residual_norm()
+        self.driver.settle()
+        return self.engine.residual_norm()
 
     def residual_ratios(self) -> dict[str, float]:
         """Return for each tensor the residual's norm over the gradient's, as last measured."""
-        self._engine.read_device()
-        return self._engine.alarm.ratios()
+        self.engine.read_device()
+        return self.engine.alarm.ratios()
 
     def summary(self) -> str:
         """Return a table as text, a row for each tensor: how it is sent, bytes, ratio and errors.
@@ -217,16 +219,16 @@ class Compressor:
         of what was not sent over norm of what was to be sent; residual: its norm over the
         gradient's; both as last measured. "-" stands for what there is not, or not yet.
         """
-        self._engine.read_device()
-        residuals, errors, nbytes = self.residual_ratios(), self._engine.errors, self._sent_nbytes()
+        self.engine.read_device()
+        residuals, errors, nbytes = self.residual_ratios(), self.engine.errors, self._sent_nbytes()
         rows = ["tensor recipe exchange density bytes ratio error residual".split()]
         for (name, shape), slot, sent in zip(self._tensors, self._slots, nbytes, strict=True):
             recipe, density, exchange = "dense", None, "allreduce"
             if slot is not None:
-                scheme = self._engine.scheme(slot.bucket)
+                scheme = self.engine.scheme(slot.bucket)
                 exchange = "sharded" if scheme.is_sharded else scheme.rounds[-1]
                 policy = self._buckets[slot.bucket].policy
-                recipe, density = policy.recipe, policy.density(self._engine.step)
+                recipe, density = policy.recipe, policy.density(self.engine.step)
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
             rows.append([name, recipe, exchange, shown[0], *_bytes([(shape, sent)]), *shown[1:]])
@@ -238,9 +240,9 @@ class Compressor:
         text = (map(str.ljust, row[:3], widths) for row in rows)
         numbers = (map(str.rjust, row[3:], widths[3:]) for row in rows)
         lines = ["  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True)]
-        if self._engine.world_size == 1:
+        if self.engine.world_size == 1:
             lines.append("nothing was sent: there is one rank, and bytes are what it would send")
-        if self._engine.step < (n := self._policy.warmup_steps):
+        if self.engine.step < (n := self.policy.warmup_steps):
             lines.append(f"warm-up: the first {n} steps are dense (warmup_steps={n})")
         return "\n".join(lines)
 
@@ -250,8 +252,8 @@ class Compressor:
         for (name, shape), slot in zip(self._tensors, self._slots, strict=True):
             sent: float = 4 * math.prod(shape)
             if slot is not None:
-                bucket, scheme = self._buckets[slot.bucket], self._engine.scheme(slot.bucket)
-                sent = self._engine.share_nbytes(slot.bucket, Tensor(name, shape))
+                bucket, scheme = self._buckets[slot.bucket], self.engine.scheme(slot.bucket)
+                sent = self.engine.share_nbytes(slot.bucket, Tensor(name, shape))
                 if isinstance(scheme, BucketScope):  # its share of what all send together
                     numel = sum(math.prod(t.shape) for t in bucket.tensors)
                     sent = scheme.sent_nbytes(Tensor("", (numel,))) * math.prod(shape) / numel
@@ -264,9 +266,9 @@ class Compressor:
         Raises ConfigMismatchError on all ranks if their densities or their steps differ, and
         ValueError for a recipe without density.
         """
-        self._steps.settle()
-        facts = {"step": self._engine.step, "density": density}
-        handshake.compare_facts(self._connection.gather("set_density()", facts))
+        self.driver.settle()
+        facts = {"step": self.engine.step, "density": density}
+        handshake.compare_facts(self.connection.gather("set_density()", facts))
         self._use_density(density)
 
     def report(self, metric: float) -> None:
@@ -277,10 +279,10 @@ class Compressor:
         """
         if self._recovery is None:
             raise ValueError("report() needs a compressor that was made with recover=Recover(...)")
-        self._steps.settle()
-        first = self._connection.gather("report()", float(metric))[0]
-        density, step = self._policy.density(self._engine.step), self._engine.step
-        if density is None or step < self._policy.warmup_steps:
+        self.driver.settle()
+        first = self.connection.gather("report()", float(metric))[0]
+        density, step = self.policy.density(self.engine.step), self.engine.step
+        if density is None or step < self.policy.warmup_steps:
             return  # nothing is compressed yet, so compression cannot be the cause
         if self._recovery.observe(first) and self._recovery.raised(density) > density:
             self._use_density(self._recovery.raised(density))
@@ -293,10 +295,10 @@ class Compressor:
         the next one. Raises ConfigMismatchError on all ranks if they are not at the same step, and
         ValueError if there is no exchange, or an optimizer has taken a step with its averages.
         """
-        self._steps.settle()
-        facts = {"step": self._engine.step, "discardable": self._engine.is_discardable()}
-        handshake.compare_facts(self._connection.gather("discard()", facts))
-        self._steps.discard()
+        self.driver.settle()
+        facts = {"step": self.engine.step, "discardable": self.engine.is_discardable()}
+        handshake.compare_facts(self.connection.gather("discard()", facts))
+        self.driver.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and step.
@@ -313,8 +315,8 @@ class Compressor:
 
     def _state(self, movable: bool = False) -> dict[str, Any]:
         """Return the result of ``state_dict`` with NumPy arrays; see ``Engine.state_dict``."""
-        self._steps.settle()
-        state = {**self._engine.state_dict(movable), "density": self._changed_density}
+        self.driver.settle()
+        state = {**self.engine.state_dict(movable), "density": self._changed_density}
         state["recovery"] = self._recovery.state_dict() if self._recovery else None
         if self._shard:
             state["shard"] = self._shard
@@ -325,7 +327,7 @@ class Compressor:
 
         Any number of ranks can load the result; the sum of the residuals over ranks is kept.
         """
-        states = self._connection.gather("gathered_state_dict()", self._state(movable=True))
+        states = self.connection.gather("gathered_state_dict()", self._state(movable=True))
         return self._of_framework(checkpoint.gathered(states))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -335,15 +337,15 @@ class Compressor:
         recovery = copy.copy(self._recovery)
         if recovery and part["recovery"] is not None:
             recovery.load_state_dict(part["recovery"])
-        self._engine.load_state_dict(part)  # last of what may raise an error: then nothing changes
+        self.engine.load_state_dict(part)  # last of what may raise an error: then nothing changes
         self._recovery = recovery
         self._use_density(part["density"])
-        self._steps.abandon()
-        self._connection.reset()  # some ranks may have loaded nothing
+        self.driver.abandon()
+        self.connection.reset()  # some ranks may have loaded nothing
 
     def place(self) -> dict[str, int]:
         """Return this rank and the world size, as keys of a state."""
-        return {"rank": self._engine.rank, "world_size": self._engine.world_size}
+        return {"rank": self.engine.rank, "world_size": self.engine.world_size}
 
     def rejoin(self) -> list[int]:
         """Continue after an elastic reset; return the former ranks whose residuals are lost.
@@ -351,12 +353,12 @@ class Compressor:
         Call it on every rank. Surviving ranks keep their residuals, new ranks start with none, and
         all take step and density from the first survivor. A RuntimeWarning names the lost ranks.
         """
-        engine = self._engine
+        engine = self.engine
         state = self._state()
         arrays = state.pop("state")
         state["common"] = checkpoint.common(arrays)
-        self._connection.recount()
-        present = self._connection.gather("rejoin()", state)
+        self.connection.recount()
+        present = self.connection.gather("rejoin()", state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
         engine.buckets = decided_anew(self._buckets, self._deciding_size())
@@ -373,10 +375,10 @@ class Compressor:
         return lost
 
     def __repr__(self) -> str:
-        slots, density = self._slots, self._policy.density(self._engine.step)
+        slots, density = self._slots, self.policy.density(self.engine.step)
         now = "" if density is None else f"density {density:g} now, "
         return (
-            f"Compression.{self._policy.written()}: {now}{len(self._buckets)} buckets, "
+            f"Compression.{self.policy.written()}: {now}{len(self._buckets)} buckets, "
             f"{sum(slot is None for slot in slots)} of {len(slots)} tensors dense"
         )
 
@@ -399,7 +401,7 @@ class Compressor:
         In this order: an error there, on the rank that writes, must not leave the ranks with
         different numbers of compressors.
         """
-        settings, recipe = self._settings, self._policy.recipe
+        settings, recipe = self._settings, self.policy.recipe
         if self._set.included():
             writes = self._writes(self._set.rank())
             if settings.live_view is not None or settings.scalars is not None:
@@ -408,9 +410,9 @@ class Compressor:
                     view.check()
                 self.on_step(functools.partial(self._show, view))
             if settings.record is not None and writes:
-                self._recorder = Recorder(settings.record, settings.record_every)
-        own = self._facts, settings, recipe, self._set
-        self._connection = Connection(send, *own, shutdown, groups, by_order)
+                self.recorder = Recorder(settings.record, settings.record_every)
+        own = self.facts, settings, recipe, self._set
+        self.connection = Connection(send, *own, shutdown, groups, by_order)
 
     def _make_parts(self, buckets: Sequence[Bucket], device: Device | None, send: Send) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
@@ -418,24 +420,24 @@ class Compressor:
         ``send`` sends the hashes of the parameters.
         """
         rank = self._set.rank() if self._set.included() else 0
-        self._engine = Engine(buckets, rank, self._set.size(), device)
+        self.engine = Engine(buckets, rank, self._set.size(), device)
         self._slots = slots_of(self._tensors, buckets)
-        where, action = (send, self._connection), self._settings.replica_check
+        where, action = (send, self.connection), self._settings.replica_check
         check = ReplicaCheck(*where, self._parameters, action, device)
-        parts = self._engine, self._connection, check, self._recorder, self._listeners
+        parts = self.engine, self.connection, check, self.recorder, self.listeners
         return Parts(*parts, self._settings, self._slots)
 
     @property
     def _buckets(self) -> list[Bucket]:
-        return self._engine.buckets
+        return self.engine.buckets
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
         slots = self._slots
         own = list(zip(self._tensors, self._dtypes, strict=True))
         ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
         return {
-            **self._policy.facts(),
+            **self.policy.facts(),
             "rules' policies (hash)": f"{wire.fnv1a(str(ruled)):x}",
             "number of tensors": len(own),
             "compressed tensors": sum(slot is not None for slot in slots),
@@ -445,27 +447,27 @@ class Compressor:
             "order of the tensors (hash)": f"{wire.fnv1a(str([t.name for t in self._tensors])):x}",
             "buckets of the tensors (hash)": f"{wire.fnv1a(str(slots)):x}",
             # Their sums may differ in the last bits, but ranks must have equal ones.
-            "steps computed on": "the host" if self._engine.device is None else "the GPU",
+            "steps computed on": "the host" if self.engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
             "grad_scaler": self._settings.grad_scaler is not None,
-            "loss scale": self._steps.loss_scale(),
+            "loss scale": self.driver.loss_scale(),
             "recover": repr(self._settings.recover),
-            "step": self._engine.step,
+            "step": self.engine.step,
         }
 
     def _use_density(self, density: float | None) -> None:
         """Set the density; None restores the policy with which the compressor was made."""
         first = self._first_policy
         changed = first if density is None else first.with_density(density)
-        self._engine.buckets = with_policy(self._buckets, changed)
-        self._policy, self._changed_density = changed, density
+        self.engine.buckets = with_policy(self._buckets, changed)
+        self.policy, self._changed_density = changed, density
 
     def _buckets_of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
         settings = self._settings
         for pattern in unmatched(self._rules, tensors):
             warn(f"rules: no parameter's name matches {pattern!r}", UserWarning)
         sizes, n_ranks = (settings.min_numel, settings.bucket_nbytes), self._deciding_size()
-        buckets = make_buckets(tensors, self._policy, self._rules, *sizes, n_ranks)
+        buckets = make_buckets(tensors, self.policy, self._rules, *sizes, n_ranks)
         options = {name for b in buckets for name, _ in b.policy.options}
         if (unused := options & SECOND) and n_ranks > 1 and not _numbers_of_sharded(buckets):
             warn(
@@ -486,8 +488,8 @@ class Compressor:
     def _show(self, view: LiveView) -> None:
         """Write a step's statistics; a listener."""
         # The present first rank: an elastic job may have lost the host of the former one.
-        if self._writes(self._engine.rank) and self._steps.count % self._settings.live_every == 0:
-            view.show(self._engine.step, self.stats(), self._engine.alarm.ratios())
+        if self._writes(self.engine.rank) and self.driver.count % self._settings.live_every == 0:
+            view.show(self.engine.step, self.stats(), self.engine.alarm.ratios())
 
     def _add_scalar(self) -> AddScalar | None:
         """Return the function of the setting ``scalars`` that writes a scalar; None without it."""

@@ -26,12 +26,12 @@ from horovod_fftcomp.types import Array
 # several; ranks that start together answer in milliseconds. The wait only improves the error: where
 # the ranks differ, our message names the difference before Horovod raises one about shapes. However
 # short it is, no bucket is exchanged before the handshake has ended, since ``open`` waits for it.
-_unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
-_GREETING_S = 2.0
+unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
+GREETING_S = 2.0
 
 
 # Compressors of this process: how many were made, and how many are used by these ranks.
-_counts: Counter[str | Ranks] = Counter()
+counters: Counter[str | Ranks] = Counter()
 
 JOINED = (
     "a rank has called hvd.join(), after which Horovod supports allreduces only. Give all "
@@ -84,8 +84,8 @@ class Connection:
         self._start, self._facts, self._make_groups = send, facts, groups
         self._by_order = by_order
         self._groups: Mapping[Ranks, Any] = {}
-        self._number = _counts["made"]
-        _counts["made"] += 1
+        self._number = counters["made"]
+        counters["made"] += 1
         self.name = f"fftcomp.{self._number}"
         self._timeout_s, ends = settings.timeout_s, settings.on_timeout == "raise"
         self.watch = Watch(self.name, recipe, self._timeout_s, ends, shutdown)
@@ -104,7 +104,7 @@ class Connection:
         self._handshake, self._barrier = None, None
         self.is_up = False
         self.watch.disconnect()
-        _unconnected.add(self)
+        unconnected.add(self)
 
     def connect(self, optimizers: Any | None = None) -> None:
         """Start the handshake at the first call; finish it as soon as all ranks have answered.
@@ -117,8 +117,8 @@ class Connection:
             self._epoch += 1
             self.start_handshake(self.send, optimizers)
         assert self._handshake is not None
-        is_alone = is_first and len(_unconnected) <= 1
-        if is_alone or self._handshake.is_done(_GREETING_S if is_first else 0.0):
+        is_alone = is_first and len(unconnected) <= 1
+        if is_alone or self._handshake.is_done(GREETING_S if is_first else 0.0):
             self._finish_handshake()
 
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
@@ -154,9 +154,9 @@ class Connection:
             return
         self._is_used = True
         ranks = tuple(process_set.ranks)  # Horovod gives the id of a removed set to another one
-        name = f"fftcomp.use.{_counts[ranks]}"
-        _counts[ranks] += 1
-        counts = self._number, _counts["made"]
+        name = f"fftcomp.use.{counters[ranks]}"
+        counters[ranks] += 1
+        counts = self._number, counters["made"]
         self.watch.compare(handshake.Numbers(self._start, *counts, name, process_set).difference)
 
     def _finish_handshake(self) -> None:
@@ -166,7 +166,7 @@ class Connection:
             self.watch.join_ranks(first, self.process_set.rank(), self.process_set.ranks)
             self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
-        _unconnected.discard(self)
+        unconnected.discard(self)
 
     def barrier(self) -> None:
         """Start an allreduce that counts the ranks which have begun this step; ``open`` reads it.

@@ -50,7 +50,7 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._engine, self._connection, self._replicas, self._recorder = parts[:4]
+        self._engine, self._connection, self.replicas, self._recorder = parts[:4]
         self._listeners, self._settings, self._slots = parts[4:]
         self._set, self._name = self._connection.process_set, self._connection.name
         # A step of allreduces alone needs no barrier: it works with hvd.join as in Horovod.
@@ -66,7 +66,7 @@ class StepDriver:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
         timed = getattr(self, "pipeline", self)  # without one a driver has these itself
         names = ("encode_hidden_s", "encode_wait_s", "wait_s")
-        return {"check_s": self._replicas.seconds, **{n: getattr(timed, n) for n in names}}
+        return {"check_s": self.replicas.seconds, **{n: getattr(timed, n) for n in names}}
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
         """Return False if no thread can be in a step; ``running``: code objects they are in."""
@@ -88,7 +88,7 @@ class StepDriver:
     def abandon(self) -> None:
         """Discard a step that an error interrupted."""
         self._engine.abandon()
-        self._replicas.abandon()
+        self.replicas.abandon()
         self._recorded, self._broken_by = None, ""
 
     def check_unbroken(self) -> None:

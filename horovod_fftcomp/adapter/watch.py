@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, no_answer, ranges
 from horovod_fftcomp.errors import ConfigMismatchError
 
-_LOOK_S, _TELL_S = 0.25, 1.0
+LOOK_S, TELL_S = 0.25, 1.0
 _RANKS_PER_S = 64  # more would keep the first rank's thread busy
 _MOST_NBYTES = 1400  # fits one packet of Ethernet
 NOTICE_S = 8.0  # ranks that start together have finished the handshake by then
@@ -101,12 +101,12 @@ class Watch:
         self._since = self._looked_at = time.monotonic()  # the last change; the last look
         self._next_s = self._end_at = 0.0
         self._wrote_notice = False
-        self._announced_at = -float("inf")
+        self.announced_at = -float("inf")
         self._rank, self._n_ranks = 0, 0  # 0 ranks: the handshake has not ended
         self._ranks: Sequence[int] = ()  # their global ranks in Horovod
         self._token = b""
         self._first_addresses: list[tuple[str, int]] = []  # where the first rank may answer
-        self._heard_at = 0.0  # when the first rank last answered
+        self.heard_at = 0.0  # when the first rank last answered
         self._reports: dict[int, tuple[float, Status]] = {}  # on the first rank: time and report
         self._peers: dict[int, tuple[str, int]] = {}
         self._announcement = (0, "")  # number and text of the last one
@@ -125,7 +125,7 @@ class Watch:
         If the system provides no socket, it is empty and stalls are not detected.
         """
         try:
-            return _Post.started(self).address
+            return Post.started(self).address
         except OSError:
             return {}
 
@@ -140,7 +140,7 @@ class Watch:
         now = time.monotonic()
         self._token = bytes.fromhex(first["token"])
         self._first_addresses = [(host, first["port"]) for host in first["hosts"]]
-        self._rank, self._ranks, self._since, self._heard_at = rank, list(ranks), now, now
+        self._rank, self._ranks, self._since, self.heard_at = rank, list(ranks), now, now
         self._reports, self._peers, self._announcement = {}, {}, (0, "")
         self._n_ranks = len(ranks)  # last, since the watch's thread tests it first
 
@@ -173,7 +173,7 @@ class Watch:
         finally:
             self._call = ""
 
-    def poll(self, post: _Post) -> None:
+    def poll(self, post: Post) -> None:
         """Poll the progress, report it and act on stalls; called in the watch's thread."""
         steps = self._steps()
         now = time.monotonic()
@@ -191,19 +191,19 @@ class Watch:
             self._end(progress)
         if now < self._next_s:
             return
-        self._next_s = now + max(_TELL_S, self._n_ranks / _RANKS_PER_S)
+        self._next_s = now + max(TELL_S, self._n_ranks / _RANKS_PER_S)
         report = _report(steps, progress, quiet_s)
         if self._n_ranks and self._rank == 0:
-            self._heard_at = now
+            self.heard_at = now
             self._reports[0] = (now, report)
             self._diagnose(post, now)
         elif self._n_ranks:
             values = {"to": self.name, "rank": self._rank, "report": report}
             for address in self._first_addresses:
                 post.send(self._token, values, address)
-        self._announce_alone(report, now)
+        self.announce_alone(report, now)
 
-    def receive(self, post: _Post, token: bytes, values: Mapping[str, Any], sender: Any) -> None:
+    def receive(self, post: Post, token: bytes, values: Mapping[str, Any], sender: Any) -> None:
         """Handle a datagram for this compressor; ignore it unless one of its ranks sent it."""
         if not self._n_ranks or not hmac.compare_digest(token, self._token):
             return
@@ -216,7 +216,7 @@ class Watch:
             self._peers[rank] = sender
             post.send(self._token, self._message(), sender)
         elif "told" in values and self._rank != 0:
-            self._heard_at, self._first_addresses = now, [sender]
+            self.heard_at, self._first_addresses = now, [sender]
             number, text = int(values["told"]), str(values["text"])
             if number > self._announcement[0]:
                 self._announcement = (number, text)
@@ -225,9 +225,9 @@ class Watch:
     def _message(self) -> dict[str, Any]:
         return {"to": self.name, "told": self._announcement[0], "text": self._announcement[1]}
 
-    def _diagnose(self, post: _Post, now: float) -> None:
+    def _diagnose(self, post: Post, now: float) -> None:
         """Announce to all ranks why they wait, if they have waited too long."""
-        if self.failure or now - self._announced_at < self.timeout_s:
+        if self.failure or now - self.announced_at < self.timeout_s:
             return
         age_s = 3 * (self._next_s - now) + 2
         ages = {self._ranks[rank]: now - at for rank, (at, _) in self._reports.items()}
@@ -243,7 +243,7 @@ class Watch:
             post.send(self._token, self._message(), peer)
         self._announce(text, now)
 
-    def _announce_alone(self, report: Status, now: float) -> None:
+    def announce_alone(self, report: Status, now: float) -> None:
         """Announce a stall without the first rank: before the handshake ends, or if it is gone."""
         if not report.is_waiting or self.failure:
             return
@@ -259,23 +259,23 @@ class Watch:
                 "otherwise it has no compressor, made its compressors in another order, or did not "
                 "make this call"
             )
-        if now - self._announced_at < self.timeout_s:
+        if now - self.announced_at < self.timeout_s:
             return
         if self._n_ranks == 0 and quiet_s >= CLASH_S and (difference := self._difference()):
             self._announce(difference, now)
-        elif self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
+        elif self._n_ranks == 0 and quiet_s >= self.timeout_s + TELL_S:
             self._announce(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
-        elif now - self._heard_at >= _MARGIN_S and quiet_s >= self.timeout_s + _MARGIN_S:
+        elif now - self.heard_at >= _MARGIN_S and quiet_s >= self.timeout_s + _MARGIN_S:
             self._announce(
                 f"no progress for {quiet_s:.0f} s in {doing}. Which rank is late is not known: the "
-                f"first rank last answered {now - self._heard_at:.0f} s ago (by UDP). It may have "
+                f"first rank last answered {now - self.heard_at:.0f} s ago (by UDP). It may have "
                 "been stopped, its host may be unreachable, or UDP may be blocked between hosts.",
                 now,
             )
 
     def _announce(self, text: str, now: float) -> None:
         """Write ``text`` to stderr, and schedule the end of the job if ``ends``."""
-        self._announced_at = now
+        self.announced_at = now
         if text.startswith("no progress"):
             text += _ADVICE.format(timeout_s=self.timeout_s)
         if self._label not in text:
@@ -309,52 +309,52 @@ class Watch:
             self._shutdown()
 
 
-class _Post:
+class Post:
     """UDP socket and polling thread of this process, shared by all its watches."""
 
-    _present: _Post | None = None
+    present_post: Post | None = None
     _lock = threading.Lock()
 
     def __init__(self) -> None:
         self._token = secrets.token_bytes(16)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(("", 0))
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(("", 0))
         self._poll = select.poll()  # ``select`` takes no descriptors from 1024
-        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self.socket, select.POLLIN)
         self._watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
-        self._stops = threading.Event()
+        self.stops = threading.Event()
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="fftcomp-watch", daemon=True)
-        atexit.register(self._stop)  # registered after Horovod's, so called before it
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="fftcomp-watch", daemon=True)
+        atexit.register(self.stop)  # registered after Horovod's, so called before it
+        self.thread.start()
 
     @classmethod
-    def started(cls, watch: Watch) -> _Post:
+    def started(cls, watch: Watch) -> Post:
         """Return this process's instance, which polls ``watch`` from now on."""
         with cls._lock:
-            if cls._present is None or cls._present._process != os.getpid():
-                cls._present = cls()
-            cls._present._watches[watch.name] = watch
-            return cls._present
+            if cls.present_post is None or cls.present_post._process != os.getpid():
+                cls.present_post = cls()
+            cls.present_post._watches[watch.name] = watch
+            return cls.present_post
 
     @property
     def address(self) -> dict[str, Any]:
         """Address of this process as JSON values: hosts, port and token."""
         return {
             "hosts": ["127.0.0.1", *_own_addresses()][:8],
-            "port": self._socket.getsockname()[1],
+            "port": self.socket.getsockname()[1],
             "token": self._token.hex(),
         }
 
     def send(self, token: bytes, values: Mapping[str, Any], to: tuple[str, int]) -> None:
         """Send a datagram. Errors are ignored: datagrams may get lost anyway and are repeated."""
         with contextlib.suppress(OSError):
-            self._socket.sendto(token + json.dumps(values, ensure_ascii=False).encode(), to)
+            self.socket.sendto(token + json.dumps(values, ensure_ascii=False).encode(), to)
 
     def _run(self) -> None:
-        while not self._stops.is_set():
-            self._poll.poll(1000 * _LOOK_S)
+        while not self.stops.is_set():
+            self._poll.poll(1000 * LOOK_S)
             self._receive()
             self._look()
 
@@ -371,7 +371,7 @@ class _Post:
     def _receive(self) -> None:
         while True:
             try:
-                data, sender = self._socket.recvfrom(2 * _MOST_NBYTES)
+                data, sender = self.socket.recvfrom(2 * _MOST_NBYTES)
             except OSError:
                 return  # no more datagrams
             try:
@@ -381,9 +381,9 @@ class _Post:
             except Exception:  # malformed: not one of ours
                 continue
 
-    def _stop(self) -> None:
-        self._stops.set()
-        self._thread.join(2 * _LOOK_S)
+    def stop(self) -> None:
+        self.stops.set()
+        self.thread.join(2 * LOOK_S)
         await_shutdown()
 
 
@@ -407,7 +407,7 @@ def _own_addresses() -> list[str]:
 
 def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Status:
     """Return this rank's report; while there is progress, without the costly parts."""
-    if quiet_s < _TELL_S or steps is None:
+    if quiet_s < TELL_S or steps is None:
         return Status(progress, quiet_s)
     threads = innermost_frames()
     if progress.inside and not steps.may_wait({code for code, _ in threads.values()}):

@@ -138,7 +138,7 @@ def run(parsed: argparse.Namespace) -> None:
             print(f"advise: {doubt}; else it will recommend nothing", file=sys.stderr, flush=True)
     stages = Stages(_shares(parsed))
     with stages.bar if jobs.rank == 0 else contextlib.nullcontext():
-        found = _findings(parsed, jobs, stages.begin)
+        found = findings_of(parsed, jobs, stages.begin)
         stages.begin("nothing more", 0.0)
     if found is None:
         return
@@ -229,12 +229,12 @@ class _Probed(NamedTuple):
 
 
 def _shares(parsed: argparse.Namespace) -> float:
-    """Return the sum of the shares of what ``_findings`` measures."""
+    """Return the sum of the shares of what ``findings_of`` measures."""
     codecs = 2 * _CODEC * len(parsed.recipes)
     return 2 * _JOB * bool(parsed.script) + codecs + _NETWORK * (parsed.gbit_per_s is None)
 
 
-def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | None:
+def findings_of(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | None:
     """Return what was found; None on other ranks than the first, which take part in its jobs."""
     model = _model(parsed, jobs, tell)
     probed = _probed(parsed, jobs, model, tell)

@@ -71,7 +71,7 @@ def _measured(job: Job, messages: list[Message], node_size: int) -> dict[Message
         kind = message.collective, message.dtype
         if kind in slow:
             continue
-        round_ = _round(job, message, node_size)
+        round_ = round_of(job, message, node_size)
         exchange = functools.partial(job.exchange, round_, str(message))
         exchange()  # connections and buffers
         [once_s] = _slowest(job, timed(exchange, 1))
@@ -82,7 +82,7 @@ def _measured(job: Job, messages: list[Message], node_size: int) -> dict[Message
     return found
 
 
-def _round(job: Job, message: Message, node_size: int) -> Round:
+def round_of(job: Job, message: Message, node_size: int) -> Round:
     """Return a collective; that inside nodes is an alltoall which sends other nodes nothing."""
     if message.collective == "allgather":
         return Round("allgather", np.zeros(message.nbytes, np.uint8))

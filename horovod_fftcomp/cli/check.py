@@ -156,14 +156,14 @@ class Watchdog:
     def __init__(self, limit_s: float, report: Report) -> None:
         self._limit_s = limit_s
         self._report = report
-        self._timer: threading.Timer | None = None
+        self.timer: threading.Timer | None = None
 
     def expect(self, what: str, remedy: str) -> None:
         """Start the time limit of ``what``; ``remedy``: what to do if it is exceeded."""
         self.stop()
-        self._timer = threading.Timer(self._limit_s, self._end, (what, remedy))
-        self._timer.daemon = True
-        self._timer.start()
+        self.timer = threading.Timer(self._limit_s, self.end_process, (what, remedy))
+        self.timer.daemon = True
+        self.timer.start()
         # A library may hang with the interpreter's lock held, where no Python code runs.
         faulthandler.dump_traceback_later(
             self._limit_s + _GRACE_S, exit=True, file=sys.__stderr__ or 2
@@ -172,10 +172,10 @@ class Watchdog:
     def stop(self) -> None:
         """Stop the time limit."""
         faulthandler.cancel_dump_traceback_later()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
 
-    def _end(self, what: str, remedy: str) -> None:
+    def end_process(self, what: str, remedy: str) -> None:
         found = f"waited {self._limit_s} s for {what}"
         self._report.add(Finding("time limit", Level.FAIL, found, remedy))
         self._report.print()

@@ -230,7 +230,7 @@ class ScriptReport:
             launcher.report({**found, **launched, "recipe": settings.text})
         elif rank == 0:
             sys.stdout.flush()
-            print(_told(settings.label, found), file=sys.stderr, flush=True)
+            print(told_of(settings.label, found), file=sys.stderr, flush=True)
 
 
 def _described(error: BaseException | None) -> str:
@@ -245,7 +245,7 @@ class StepsDone(SystemExit):
     """Ends a script with status 0 after the steps that ``--steps`` gives; its clean-up runs."""
 
 
-def _told(label: str, found: dict[str, Any]) -> str:
+def told_of(label: str, found: dict[str, Any]) -> str:
     begin = f"horovod-fftcomp run: {label}: "
     if "error" in found:
         return f"{begin}no report: {found['error']}"
@@ -254,7 +254,7 @@ def _told(label: str, found: dict[str, Any]) -> str:
     if not found["steps"]:
         return f"{begin}{_NOTHING} (start it as {_STARTS[launcher.is_torchrun()]} ...)"
     if "earlier" in found:
-        return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
+        return "\n".join(told_of(label, one) for one in [*found.pop("earlier"), found])
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in TIMES}
     size = f"{sent / 1e6:.3f} MB sent by a rank in a step"
     less = f"{found['dense_nbytes'] / max(1, sent):.1f} times less than float32"
@@ -285,7 +285,7 @@ def compare(parsed: argparse.Namespace) -> None:
             left = f", about {left_s:.0f} s left" if done else ""
             told = f"horovod-fftcomp run: {choice.label} (job {done + 1} of {len(jobs)}{left})"
             print(told, file=sys.stderr, flush=True)
-            rows.append(_row(parsed, choice, number) | {"place": place})
+            rows.append(row_of(parsed, choice, number) | {"place": place})
             if _NO_METRIC in rows[-1]["trouble"]:
                 break  # the other jobs would train in vain
     except KeyboardInterrupt:
@@ -301,7 +301,7 @@ def compare(parsed: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def _row(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[str, Any]:
+def row_of(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[str, Any]:
     """Run a job, passing on its output; return what is known of it as JSON values."""
     lines: deque[str] = deque(maxlen=_LAST_LINES)
     found: list[str] = []

@@ -101,7 +101,7 @@ class Engine:
         self.world_size = world_size
         self.step = 0
         self.loss_scale = 1.0
-        self._state: list[State] = [{} for _ in self.buckets]
+        self.state: list[State] = [{} for _ in self.buckets]
         self._running: dict[int, Exchange] = {}
         # Of a bucket's current round between nodes: how much of its output this rank has sent.
         self._own_nbytes: dict[int, int] = {}
@@ -168,8 +168,8 @@ class Engine:
         tensors, scheme, grads = self.buckets[bucket].tensors, self.scheme(bucket), data
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, self.device)
         if self.device is not None and not scheme.runs_on_device(tensors):
-            context, grads, self._state[bucket] = on_the_host(context, grads, self._state[bucket])
-        exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
+            context, grads, self.state[bucket] = on_the_host(context, grads, self.state[bucket])
+        exchange = scheme.exchange(tensors, grads, self.state[bucket], context)
         self._running[bucket], traits = exchange, scheme.traits
         self.n_exchanges[bucket] += 1
         self.n_compressed[bucket] += traits.compresses
@@ -222,9 +222,9 @@ class Engine:
             self.costs.skipped_steps += 1
             return
         for bucket, outcome in outcomes.items():
-            self._state[bucket] = outcome.state
+            self.state[bucket] = outcome.state
         for number, state in decided_states(self.buckets, step, self._state_on_host).items():
-            self._state[number] = {kind: dict(arrays) for kind, arrays in state.items()}
+            self.state[number] = {kind: dict(arrays) for kind, arrays in state.items()}
         measured = {b: o.measured for b, o in outcomes.items() if o.measured is not None}
         if any(outcomes[bucket].flags.not_finite is not None for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
@@ -240,7 +240,7 @@ class Engine:
         measured = self._measurements() if self.step % MEASURE_EVERY == 0 else None
         counts = self.n_exchanges.copy(), self.n_compressed.copy()
         costs = dataclasses.replace(self.costs)
-        self._before = _Before(self.step, self._state.copy(), costs, counts, measured)
+        self._before = _Before(self.step, self.state.copy(), costs, counts, measured)
         self.is_used = False
 
     def _measurements(self) -> tuple[Any, ...]:
@@ -259,7 +259,7 @@ class Engine:
         if self._outcomes:
             return self.is_finite() and any(outcome.state for outcome in self._outcomes.values())
         dropped = self._dropped is not None and bool(self._dropped()[0])
-        kept = (arrays for state in self._state for arrays in state.values())
+        kept = (arrays for state in self.state for arrays in state.values())
         return self._is_kept and not dropped and any(kept)
 
     def is_discardable(self) -> bool:
@@ -286,7 +286,7 @@ class Engine:
         if before.measured is not None:
             self.alarm, self.errors, errors = before.measured
             costs.relative_error, costs.total_error, costs.similarity = errors
-        self.step, self._state = before.step, before.state
+        self.step, self.state = before.step, before.state
         self._before, self._dropped, self._is_kept = None, None, False
 
     def read_device(self) -> None:
@@ -326,7 +326,7 @@ class Engine:
         if not finite:
             return False
         changes = (
-            (self._state[bucket].get(kind, outcomes[bucket].first.get(kind, {})).get(name), array)
+            (self.state[bucket].get(kind, outcomes[bucket].first.get(kind, {})).get(name), array)
             for bucket in there
             for kind, arrays in outcomes[bucket].state.items()
             for name, array in arrays.items()
@@ -370,7 +370,7 @@ class Engine:
         """
         if scale != self.loss_scale:
             factor = scale / self.loss_scale
-            for state in self._state:
+            for state in self.state:
                 for kind in GRADIENT_UNITS:
                     multiply(state.get(kind, {}).values(), factor, self.device)
             self.loss_scale = scale
@@ -387,7 +387,7 @@ class Engine:
         """Return by name what is chosen for each tensor whose recipe chooses (auto)."""
         return {
             tensor.name: choice
-            for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
+            for number, (bucket, state) in enumerate(zip(self.buckets, self.state, strict=True))
             if (tuner := self.scheme(number).tuner) is not None
             for tensor in bucket.tensors
             if (choice := tuner.choice(state, tensor)) is not None
@@ -395,7 +395,7 @@ class Engine:
 
     def share_nbytes(self, bucket: int, tensor: Tensor) -> float:
         """Return the bytes that a rank sends of a tensor in the present step; see ``Scheme``."""
-        return self.scheme(bucket).share_nbytes(tensor, self._state[bucket], self.world_size)
+        return self.scheme(bucket).share_nbytes(tensor, self.state[bucket], self.world_size)
 
     def residual(self, name: str) -> Array:
         """Return the last committed residual of a tensor, float32 in its shape."""
@@ -438,7 +438,7 @@ class Engine:
         """Return a bucket's state as NumPy arrays, without copies of those that are already."""
         return {
             kind: {name: on_host(array, self.device) for name, array in arrays.items()}
-            for kind, arrays in self._state[bucket].items()
+            for kind, arrays in self.state[bucket].items()
         }
 
     def _formats(self, step: int) -> dict[str, str]:
@@ -488,7 +488,7 @@ class Engine:
         self._before, self._dropped, self._is_kept = None, None, False
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
-        self._state = states
+        self.state = states
 
 
 def _missed(measured: dict[int, Measured]) -> float:

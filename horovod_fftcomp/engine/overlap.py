@@ -91,7 +91,7 @@ class Pipeline:
         self.wait_s = self.encode_wait_s = self.encode_hidden_s = 0.0
         # The thread starts with the first bucket, holds no reference to this object and ends with
         # it. An exiting interpreter waits for it, but not for long: it never waits for other ranks.
-        self._worker = None if is_ordered else ThreadPoolExecutor(1, "fftcomp-encode")
+        self.worker = None if is_ordered else ThreadPoolExecutor(1, "fftcomp-encode")
         self._number = [0 for _ in engine.buckets]  # number of each bucket's current round
         self._started: list[int] = []  # buckets of this step, whether pending or not
         self.encoding: dict[int, Future[Work]] = {}  # by bucket, in the worker's order
@@ -201,12 +201,12 @@ class Pipeline:
         work = self._engine.prepare(bucket, data)
         self._computes = True  # the first call compiles kernels; GPU work is only launched
         try:
-            if self._worker is None or self._number[bucket] == self._engine.n_rounds[bucket]:
+            if self.worker is None or self._number[bucket] == self._engine.n_rounds[bucket]:
                 work.run()
             elif self._engine.device is not None and self._engine.computes_on_device(bucket):
                 self.encoding[bucket] = Inline().submit(work.run)
             else:
-                self.encoding[bucket] = self._worker.submit(work.run)
+                self.encoding[bucket] = self.worker.submit(work.run)
         finally:
             self._computes = False
         if bucket not in self.encoding:

@@ -32,16 +32,16 @@ _FENV_NBYTES = 64  # enough for fenv_t of any processor; 32 on x86-64
 _DEFAULT_FENV = ctypes.c_void_p(-1)  # FE_DFL_ENV
 _libm = ctypes.CDLL("libm.so.6")
 
-_num_threads: int | None = None
+chosen_threads: int | None = None
 _own = threading.local()
 
 
 def set_num_threads(count: int) -> None:
     """Set the number of threads that this process compresses with, from the next call on."""
-    global _num_threads
+    global chosen_threads
     if type(count) is not int or count < 1:
         raise ValueError(f"the number of threads must be a whole number from 1 up, got {count!r}")
-    _num_threads = count
+    chosen_threads = count
 
 
 def get_num_threads() -> int:
@@ -49,7 +49,7 @@ def get_num_threads() -> int:
 
     Default: ``get_own_cores()``, at most 8.
     """
-    return min(_MOST, get_own_cores()) if _num_threads is None else _num_threads
+    return min(_MOST, get_own_cores()) if chosen_threads is None else chosen_threads
 
 
 @functools.cache

@@ -33,7 +33,7 @@ class Recorder:
         self.path.mkdir(exist_ok=True)
         self._last = -1
         self._worker = ThreadPoolExecutor(1, "fftcomp-record")
-        self._writing: Future[None] | None = None
+        self.writing: Future[None] | None = None
 
     def wants(self, step: int) -> bool:
         """Return whether ``step`` is to be recorded; recorded steps are not written again."""
@@ -46,21 +46,21 @@ class Recorder:
         """
         self.flush()
         self._last = step
-        self._writing = self._worker.submit(_write, self.path / f"{step}.npz", grads)
+        self.writing = self._worker.submit(write_file, self.path / f"{step}.npz", grads)
 
     def check(self) -> None:
         """Raise an error of the last write, if it has failed; do not wait."""
-        if self._writing is not None and self._writing.done():
+        if self.writing is not None and self.writing.done():
             self.flush()
 
     def flush(self) -> None:
         """Wait until everything is written; raise an error of the last write."""
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is not None:
             writing.result()
 
 
-def _write(path: Path, grads: Mapping[str, np.ndarray]) -> None:
+def write_file(path: Path, grads: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a new ``.npz`` file, which has its name only when it is complete."""
     part = path.with_suffix(".part")
     try:

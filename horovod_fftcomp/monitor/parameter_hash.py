@@ -45,10 +45,10 @@ def hash_bytes(array: Array) -> int:
     >>> hash_bytes(np.zeros(3)) == hash_bytes(np.zeros(4))
     False
     """
-    return int(_kernel()(*_words(array)))
+    return int(hash_kernel()(*words_of(array)))
 
 
-def _words(array: Array) -> tuple[Array, Array]:
+def words_of(array: Array) -> tuple[Array, Array]:
     """Return (words in whole rows ``[rows, 64]``; remaining words and the byte count)."""
     if array.dtype.hasobject:
         raise TypeError(f"{array.dtype} arrays hold references, not values; pass numbers")
@@ -62,7 +62,7 @@ def _words(array: Array) -> tuple[Array, Array]:
 
 
 @functools.cache
-def _kernel() -> Callable[[Array, Array], int]:
+def hash_kernel() -> Callable[[Array, Array], int]:
     """Compile ``_hash_words`` once, for aligned, unaligned, writable and read-only arrays."""
     from numba import njit, types  # here, since importing this package must not load Numba
 

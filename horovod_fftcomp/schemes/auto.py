@@ -134,11 +134,11 @@ class Auto(LowPass):
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
         budget = int(sum(4 * tensor.numel for tensor, _ in pairs) / self.ratio)
-        points = iter(_allocated([self._curve(*pair) for pair in pairs], budget))
+        points = iter(allocated([self._curve(*pair) for pair in pairs], budget))
         states = []
         for tensors, (_, state) in zip(known, parts, strict=True):
             for tensor, point in zip(tensors, points, strict=False):
-                state = self._moved(state, tensor, point)
+                state = self.moved_to(state, tensor, point)
             states.append(state)
         return states
 
@@ -184,7 +184,7 @@ class Auto(LowPass):
         """Return the codec of the present choice of a tensor."""
         return self.codec(tensor.shape, _chosen(state, tensor), _share(state, tensor))
 
-    def _moved(self, state: OldState, tensor: Tensor, to: _Point) -> OldState:
+    def moved_to(self, state: OldState, tensor: Tensor, to: _Point) -> OldState:
         """Return the state with another choice, and the residual of ``tensor`` in its domain."""
         codec, after = self.codec_of(tensor, state), self.codec(tensor.shape, to.choice, to.share)
         if tensor.name in state.get(SHARD_RESIDUAL, {}) and codec != after:
@@ -212,7 +212,7 @@ class Auto(LowPass):
         if not 0 < size < math.inf:
             return tried
         assert grad is not None
-        part, lost = _sample_of(grad, context.step), np.ones((len(TRIED), _N_TRIALS // len(TRIED)))
+        part, lost = sample_of(grad, context.step), np.ones((len(TRIED), _N_TRIALS // len(TRIED)))
         if not part.any():
             return tried
         for row, choices in zip(lost, TRIED, strict=True):
@@ -302,7 +302,7 @@ def _lost(codecs: Sequence[Codec], shape: tuple[int, ...], sizes: Array, sums: A
     return np.where(is_exact, 0, (sums[-1] - sums[counts - 1] + rounding) / sums[-1])
 
 
-def _allocated(curves: Sequence[Sequence[_Point]], budget: int) -> list[_Point]:
+def allocated(curves: Sequence[Sequence[_Point]], budget: int) -> list[_Point]:
     """Return a point of each curve: the least sum of errors found within ``budget`` bytes.
 
     All begin with the fewest bytes; then the steps along the lower convex hulls that save the most
@@ -343,7 +343,7 @@ def _slope(here: _Point, there: _Point) -> float:
     return (here.error - there.error) / max(1, there.nbytes - here.nbytes)
 
 
-def _sample_of(flat: Array, step: int) -> Array:
+def sample_of(flat: Array, step: int) -> Array:
     """Return a sample of about ``_SAMPLE`` elements in evenly spread pieces, others in each step.
 
     A small tensor is returned whole.

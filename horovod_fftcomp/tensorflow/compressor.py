@@ -54,7 +54,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _steps: TensorFlowStepDriver  # set once the variables are known
+    driver: TensorFlowStepDriver  # set once the variables are known
     _parameters: Variables
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
@@ -65,7 +65,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._set = settings.process_set or hvd.global_process_set
         self._make_groups = process_sets.makers(policy, settings)
         self._make_connection(start_round, hvd.shutdown)
-        self._name = self._connection.name
+        self._name = self.connection.name
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model
@@ -82,12 +82,12 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._dtypes = [variable.dtype.name for variable in variables.variables]
         buckets = self._buckets_of(self._tensors)
         for bucket in buckets:
-            bucket.policy.after_warmup.check_optimizer(f"recipe {self._policy.recipe!r}")
+            bucket.policy.after_warmup.check_optimizer(f"recipe {self.policy.recipe!r}")
         member = self._set.included()  # on other ranks Horovod only traces the compressor
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
         parts = self._make_parts(buckets, device, hashes)
-        self._steps = TensorFlowStepDriver(parts, variables, hashes, self.rejoin, memory)
+        self.driver = TensorFlowStepDriver(parts, variables, hashes, self.rejoin, memory)
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
@@ -107,10 +107,10 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def __repr__(self) -> str:
         if self.is_bound:
             return super().__repr__()
-        return f"Compression.{self._policy.written()}: without variables yet"
+        return f"Compression.{self.policy.written()}: without variables yet"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "_steps", "_parameters", "_tensors", "_dtypes", "_slots"):
+        if name in ("engine", "driver", "_parameters", "_tensors", "_dtypes", "_slots"):
             raise UnsupportedError(
                 "this compressor knows no variables before its first step; give it the model: "
                 "Compression.fft(model)"
@@ -120,7 +120,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     @property
     def is_bound(self) -> bool:
         """Whether the variables are known."""
-        return "_steps" in vars(self)
+        return "driver" in vars(self)
 
     def __hash__(self) -> int:
         """Return a hash by identity, by which Horovod caches its traced functions.
@@ -232,10 +232,10 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         if len(variables) != len(grads):
             raise UnsupportedError(f"got {len(grads)} gradients for {len(variables)} variables")
         self._trains_in = threading.get_ident()
-        self._steps.optimizers_set = process_set or self._set
+        self.driver.optimizers_set = process_set or self._set
         numbers = [known.number(variable) for variable in variables]
         return graph.TracedStep(
-            self._steps,
+            self.driver,
             grads,
             [slots[number] for number in numbers],
             identified=self._identified(variables, numbers),
@@ -254,9 +254,9 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """
         if not self._buckets:
             return {}
-        if self._policy.node_size > 1:
-            facts = {"ranks_per_node": self._policy.node_size}
-            handshake.compare_facts(self._connection.gather("the first step", facts))
+        if self.policy.node_size > 1:
+            facts = {"ranks_per_node": self.policy.node_size}
+            handshake.compare_facts(self.connection.gather("the first step", facts))
         return self._make_groups()
 
     def _identified(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:

@@ -176,7 +176,7 @@ class TensorFlowStepDriver(steps.StepDriver):
             self._rejoin()  # after an elastic reset
         self._enter(load, scale)
         if not self._alone and self._compares(self._engine.step):
-            self._replicas.begin(self._engine.step)
+            self.replicas.begin(self._engine.step)
         return np.int32(0), self.hashes.take()
 
     def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
@@ -202,7 +202,7 @@ class TensorFlowStepDriver(steps.StepDriver):
 
     def _compares(self, step: int) -> bool:
         """Return whether a step compares parameters; not the first: Keras broadcasts after it."""
-        return step > 0 and self._replicas.is_due(step)
+        return step > 0 and self.replicas.is_due(step)
 
     def _check_presence(self, present: np.ndarray, scale: np.ndarray) -> None:
         """Raise UnsupportedError on all ranks if one called hvd.join or loss scales differ."""
@@ -287,7 +287,7 @@ class TensorFlowStepDriver(steps.StepDriver):
         del decoded  # inputs that order this after all decodings
         self._note_end()
         self.hashes.output = hashes
-        self._replicas.finish(self._settings.timeout_s)
+        self.replicas.finish(self._settings.timeout_s)
         bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}
         bad |= {DENSE: True} if self._poisoned else {}
         self._not_finite.observe(bad, self._engine.rank, self._set.ranks)

@@ -36,7 +36,7 @@ class TorchCompressor(TensorCompressor):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _steps: TorchStepDriver
+    driver: TorchStepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs pass compression=compression to hvd.elastic.TorchState"
 
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
@@ -52,24 +52,24 @@ class TorchCompressor(TensorCompressor):
         device = device_of(parameters.tensors, buckets) if member else None
         groups = process_sets.makers(policy, settings) if buckets else dict
         self._make_connection(HorovodRound, horovod_internals.shut_down, groups)
-        parts = self._make_parts(buckets, device, self._connection.send)
-        self._steps = TorchStepDriver(parts, parameters, self._parameters, self._join)
-        note_exchanged(parameters.tensors, parts.slots, self._engine)
+        parts = self._make_parts(buckets, device, self.connection.send)
+        self.driver = TorchStepDriver(parts, parameters, self._parameters, self._join)
+        note_exchanged(parameters.tensors, parts.slots, self.engine)
         if member:
             self._await_optimizer()
         # Horovod calls these for each gradient: methods of the step driver, without a call between.
-        self.compress = self._steps.start_gradient
-        self.decompress = self._steps.finish_gradient
+        self.compress = self.driver.start_gradient
+        self.decompress = self.driver.finish_gradient
 
     def _join(self, begins: bool) -> None:
         """Connect this rank to the others; ``begins``: whether a step is about to begin."""
-        if begins and handshake.size_of(self._set) != self._engine.world_size:
+        if begins and handshake.size_of(self._set) != self.engine.world_size:
             self.rejoin()  # Horovod calls no ``sync`` after an elastic reset that removed ranks
-        if not self._connection.is_up:
+        if not self.connection.is_up:
             # On a process set other than the optimizer's, the handshake would wait for ranks that
             # never call it; so it runs on the optimizer's set and compares the two.
             caller = horovod_internals.calling_optimizer(self)
             if isinstance(caller, torch.optim.Optimizer):
                 self._parameters.follow(caller)
                 self._warn_of(caller)
-            self._connection.connect(getattr(caller, "process_set", None))
+            self.connection.connect(getattr(caller, "process_set", None))

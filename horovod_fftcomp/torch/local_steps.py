@@ -42,7 +42,7 @@ class LocalSteps(local_steps.TorchLocalSteps):
         super().__init__(Parameters(model), compression, period, outer)
         self.process_set = process_set or hvd.global_process_set
 
-    def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def means_of(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, as Horovod's optimizer would of the parameters' grad."""
         grads, sent = [parameter.grad for parameter in self._parameters], []
         try:

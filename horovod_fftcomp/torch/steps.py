@@ -26,7 +26,7 @@ from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 # whose holder waits for the GIL. So the others get time to start theirs; ranks that only wait then
 # raise errors of their own. If the time is too short, the launcher kills the rank that hangs, since
 # this one has ended with an error.
-_GRACE_S = 2.0
+GRACE_S = 2.0
 
 
 class TorchStepDriver(steps.StepDriver):
@@ -197,7 +197,7 @@ class TorchStepDriver(steps.StepDriver):
         self._engine.follow_loss_scale(self.loss_scale())
         self._note_begin()
         self.thrown_away.begin()
-        self._opens_early = self._replicas.is_due(self._engine.step)
+        self._opens_early = self.replicas.is_due(self._engine.step)
         if self.gathers:
             self._connection.barrier()
 
@@ -205,7 +205,7 @@ class TorchStepDriver(steps.StepDriver):
         """Wait until all ranks have begun this step; then start the replica check."""
         self._connection.open()
         self._opened, self._opens_early = True, False
-        self._replicas.begin(self._engine.step)
+        self.replicas.begin(self._engine.step)
 
     def _finish(self) -> None:
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
@@ -225,11 +225,11 @@ class TorchStepDriver(steps.StepDriver):
         except BaseException as error:
             self._broken_by = repr(error)
             if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # this rank's only
-                time.sleep(_GRACE_S)
+                time.sleep(GRACE_S)
             raise
         if (first := next(iter(self._gradients.seen.values()), None)) is not None:
             self.thrown_away.end(first.number, first.total)
-        self._replicas.finish(self._settings.timeout_s)
+        self.replicas.finish(self._settings.timeout_s)
         self._optimized.warn_of_unexchanged(self._gradients.seen)
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._set.ranks)
 

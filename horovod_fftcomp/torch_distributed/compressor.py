@@ -47,7 +47,7 @@ class DistributedCompressor(TensorCompressor):
 
     _exchanged: Parameters  # set before ``__init__``
     _set: RankGroup
-    _steps: DDPStepDriver
+    driver: DDPStepDriver
     _streams: StreamNetwork | None = None  # of a GPU's data; None if the host carries out all
 
     def __init__(
@@ -74,24 +74,24 @@ class DistributedCompressor(TensorCompressor):
         stream = SideStream(place)
         host = Network(device, stream.enter)
         # Else ranks of others would not make the process groups of nodes.
-        has_all = self._policy.node_size == 1 or own.size() == dist.get_world_size()
+        has_all = self.policy.node_size == 1 or own.size() == dist.get_world_size()
         if device is not None and has_all and streams_wait(group, place):
             self._streams = StreamNetwork(host, group, place)
         network: StreamNetwork | Network = self._streams or host
         groups = functools.partial(self._node_groups, f"{group_name}.node")
         self._make_connection(network.send, network.abort, groups, by_order=True)
         if self._streams is not None:
-            watch = self._connection.watch
+            watch = self.connection.watch
             self._streams.limit_s = lambda: max(timeout_s, watch.limit_s)
-        parts = self._make_parts(buckets, device, self._connection.send)
+        parts = self._make_parts(buckets, device, self.connection.send)
         setup = Setup(self._exchanged, stream, optimized, self._is_perturbed, self._streams)
-        self._steps = self._make_steps(parts, setup)
-        note_exchanged(trainable, parts.slots, self._engine)
+        self.driver = self._make_steps(parts, setup)
+        note_exchanged(trainable, parts.slots, self.engine)
         self._await_optimizer(always=True)
 
     def _node_groups(self, name: str) -> Mapping[Ranks, RankGroup]:
         """Make the groups of nodes; all ranks call it."""
-        ranks, size = self._set.ranks, self._policy.node_size
+        ranks, size = self._set.ranks, self.policy.node_size
         if self._streams is not None and size > 1:
             every = NodeLayout(size, len(ranks)).groups()
             self._streams.make_groups([ranks[member] for member in each] for each in every)
@@ -105,8 +105,8 @@ class DistributedCompressor(TensorCompressor):
         """Return whether weights are meant to differ between ranks in the present pass."""
         return False
 
-    def _facts(self) -> dict[str, Any]:
-        return super()._facts() | {"messages on GPUs": self._streams is not None}
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"messages on GPUs": self._streams is not None}
 
     def rejoin(self) -> list[int]:
         """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
@@ -167,11 +167,11 @@ class DDPCompressor(DistributedCompressor):
                 "be added; give all ranks the same number of batches: DistributedSampler with "
                 "drop_last=True"
             )
-        return self._steps.exchange(bucket)
+        return self.driver.exchange(bucket)
 
     def average(self, values: Sequence[torch.Tensor]) -> None:
         """Replace ``values``, one for each exchanged parameter, by their averages over ranks."""
-        self._steps.average(values)
+        self.driver.average(values)
 
 
 def _place_of(parameters: Sequence[torch.Tensor]) -> torch.device:

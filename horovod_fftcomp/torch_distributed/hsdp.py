@@ -47,7 +47,7 @@ class HSDPCompressor(DistributedCompressor):
     Each rank has the state of its shards, by the names that the parameters have in the model.
     """
 
-    _steps: ShardDriver
+    driver: ShardDriver
 
     def __init__(
         self, model: torch.nn.Module, replicate: Replicas, *, policy: Scheduled, settings: Settings
@@ -73,18 +73,18 @@ class HSDPCompressor(DistributedCompressor):
         ]
         super().__init__(group, _Shards(self._exchanged), tensors, policy, settings)
         for number, parameter in enumerate(self._exchanged.tensors):
-            parameter.register_post_accumulate_grad_hook(self._steps.noter(number))
+            parameter.register_post_accumulate_grad_hook(self.driver.noter(number))
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(self._steps.note_reduced)
+                module.set_all_reduce_hook(self.driver.note_reduced)
         _compressed.add(model)
 
     def _writes(self, rank: int) -> bool:
         """Return whether this rank writes for all: the first of the first shard's replicas."""
         return super()._writes(rank) and self._peers[0] == dist.get_rank()
 
-    def _facts(self) -> dict[str, Any]:
-        return super()._facts() | {"shard": self._shard or "whole"}
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:
         peers = RankGroup(self._peers, f"{parts.connection.name}.peers", self._settings.timeout_s)

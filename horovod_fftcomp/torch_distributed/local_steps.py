@@ -48,7 +48,7 @@ class LocalSteps(local_steps.TorchLocalSteps):
         super().__init__(exchanged(model), compression, period, outer)
         model.require_backward_grad_sync = False
 
-    def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def means_of(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, written over them."""
         self._compression.average(changes)
         return changes

@@ -28,7 +28,7 @@ from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than it
 # takes to start one.
-_DENSE_NBYTES = 1_000_000
+DENSE_NBYTES = 1_000_000
 
 
 class Setup(NamedTuple):
@@ -136,7 +136,7 @@ class DDPStepDriver(steps.StepDriver):
                 raise error
             step, ranks = self._engine.step, self._set.ranks
             with self._stream.use():
-                self._replicas.finish(self._settings.timeout_s)
+                self.replicas.finish(self._settings.timeout_s)
                 self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
                 self._end_record(step)
                 self._engine.settle()
@@ -244,7 +244,7 @@ class DDPStepDriver(steps.StepDriver):
                 self._connection.connect()
                 self._connection.open()
         self._engine.follow_loss_scale(self.loss_scale())
-        self._replicas.begin(self._engine.step, self._is_perturbed())
+        self.replicas.begin(self._engine.step, self._is_perturbed())
 
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
@@ -271,7 +271,7 @@ class DDPStepDriver(steps.StepDriver):
         A large bucket of DDP that has no others is summed in its own memory.
         """
         views = {n: view for n, view in arrival.gradients.items() if self._slots[n] is None}
-        if len(views) == len(arrival.gradients) and arrival.is_whole(_DENSE_NBYTES):
+        if len(views) == len(arrival.gradients) and arrival.is_whole(DENSE_NBYTES):
             self._send_dense(arrival.buffer, _DenseGradients(views, arrival.buffer))
             views = {}
         for number, view in views.items():
@@ -279,7 +279,7 @@ class DDPStepDriver(steps.StepDriver):
                 self._send_collected()
             self._collected[number] = view
         nbytes = sum(view.nbytes for view in self._collected.values())
-        if self._collected and (arrival.is_last or nbytes >= _DENSE_NBYTES):
+        if self._collected and (arrival.is_last or nbytes >= DENSE_NBYTES):
             self._send_collected()
 
     def _send_collected(self) -> None:

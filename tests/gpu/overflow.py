@@ -82,7 +82,7 @@ def check(key):
     codec = make_codec(key)
     grad = np.random.default_rng(1).standard_t(3, SHAPE).astype(np.float32)
     encoder, message = encoded(ChoosesAll(), codec, grad)
-    if codec.has_fixed_size and encoder._rows[0]["k"] == encoder._rows[0]["n"]:
+    if codec.has_fixed_size and encoder.rows[0]["k"] == encoder.rows[0]["n"]:
         return  # all are to be chosen
     device = PagedEmulator()
     decoder = decoder_for(device, codec, [SHAPE], encoder, 2)

@@ -275,7 +275,7 @@ def test_between_trials_auto_is_the_cpus():
         assert_same_step(cpu, gpu, grads, TRANSFORMED)
         in_trial = step % options["every"] < TRIAL_STEPS
         for engine in gpu:
-            for arrays in (engine._state[0]["residual"], engine._state[1]["residual"]):
+            for arrays in (engine.state[0]["residual"], engine.state[1]["residual"]):
                 assert all(isinstance(a, DeviceArray) != in_trial for a in arrays.values())
     for ours, theirs in zip(gpu, cpu, strict=True):
         ours.read_device()

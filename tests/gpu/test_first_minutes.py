@@ -214,4 +214,4 @@ def test_a_training_with_shared_second_moments_can_be_timed(trainer):
     [run] = [run for run in trainer.RUNS if run[1] == "adamw-ours"]
     trial = trainer.Trial(*run, 2 * trainer.TIMED_STEPS, trainer.Job(TorchEmulator(), "tiny", 2))
     assert trainer.seconds_of_step(trial, text) > 0
-    assert trial.learners._engines[0].n_compressed == [5]
+    assert trial.learners.engines[0].n_compressed == [5]

@@ -94,7 +94,7 @@ def test_sums_are_the_cpus(recipe, options, same_everywhere):
     assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
     assert ours.residual_norm() == theirs.residual_norm()
     on_host = recipe in HOST_ONLY or options == {"selector": "exact"}
-    assert ours._engine.computes_on_device(0) != on_host
+    assert ours.engine.computes_on_device(0) != on_host
 
 
 @on_another_stream

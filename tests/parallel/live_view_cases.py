@@ -68,7 +68,7 @@ def test_whoever_becomes_the_first_rank_goes_on_with_the_lines(tmp_path):
     compression = small_buckets(model, "fp16", live_view=path, live_every=2)
     optimizer = distributed(model, compression)
     train(model, optimizer, 3)
-    compression._engine.rank = 1 - hvd.rank()  # as if an elastic reset had changed the order
+    compression.engine.rank = 1 - hvd.rank()  # as if an elastic reset had changed the order
     train(model, optimizer, 2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     expected = (2, 2) if hvd.rank() == 0 else (4, 4)

@@ -45,7 +45,7 @@ def distributed(model, compression, lr=0.05, **options):
 
     It has a momentum unless the recipe keeps one.
     """
-    policy = getattr(compression, "_policy", None)
+    policy = getattr(compression, "policy", None)
     momentum = 0.9 if policy is None else momentum_beside(policy.after_warmup)
     return hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),

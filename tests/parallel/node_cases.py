@@ -50,7 +50,7 @@ def test_gradients_and_residuals_are_those_of_a_simulation(recipe, same_everywhe
 @pytest.mark.parametrize("recipe", ["fp16", "topk", "scalecom", "onebit"])
 def test_and_on_a_gpu(recipe, same_everywhere, monkeypatch):
     monkeypatch.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
-    assert check_simulation(recipe, same_everywhere)._engine.computes_on_device(0)
+    assert check_simulation(recipe, same_everywhere).engine.computes_on_device(0)
 
 
 def check_simulation(recipe, same_everywhere):
@@ -86,7 +86,7 @@ def test_many_buckets_and_two_models(recipe, same_everywhere):
         ends.append(flat(model))
     same_everywhere(*ends)
     rounds = len(get_scheme(recipe).rounds)
-    plans = [node_plan(bucket.tensors, 2) for bucket in compression._buckets]
+    plans = [node_plan(bucket.tensors, 2) for bucket in compression.engine.buckets]
     owning = sum(bool(plan.shares[hvd.rank() % 2].tensors) for plan in plans)
     expected = 9 * 2 * len(plans) + (3 + 6 * rounds) * owning
     assert compression.stats()["collectives"] == expected
@@ -117,7 +117,7 @@ def test_ranks_that_see_other_nodes_stop():
 @pytest.mark.transport
 def test_auto_is_the_ranks_of_a_host(monkeypatch):
     def resolved(**settings):
-        return small_buckets(make_model(), "topk", ranks_per_node="auto", **settings)._policy
+        return small_buckets(make_model(), "topk", ranks_per_node="auto", **settings).policy
 
     assert resolved().ranks_per_node == 1  # all are on this host
     basics = hvd.mpi_ops._basics

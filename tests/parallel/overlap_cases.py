@@ -44,7 +44,7 @@ class Inline:
 
 
 def inline(compression):
-    compression._steps.pipeline._worker = Inline()
+    compression.driver.pipeline.worker = Inline()
     return compression
 
 
@@ -340,7 +340,7 @@ def test_no_thread_outlives_its_compressor():
     compression = small_buckets(model, "topk")
     optimizer = distributed(model, compression)
     train(model, optimizer, 1)
-    [thread] = compression._steps.pipeline._worker._threads
+    [thread] = compression.driver.pipeline.worker._threads
     assert thread.is_alive()
     assert thread.name.startswith("fftcomp-encode")
     # Horovod's hooks hold its optimizer, and that one the compressor.

@@ -46,7 +46,7 @@ def test_members_agree_and_the_others_are_left_alone(recipe):
         assert compression.stats()["collectives"] == 0
     elif recipe != "none":
         assert compression.stats()["collectives"] == 10 * 3 * len(get_scheme(recipe).rounds)
-        assert compression._engine.world_size == 2
+        assert compression.engine.world_size == 2
 
 
 def test_lossless_compression_averages_over_the_members():

@@ -210,13 +210,13 @@ def test_an_outer_optimizer_takes_mean_changes_as_gradients(
 ):
     training = LocalTraining(outer=nesterov(lr, momentum))
     plain = LocalTraining()
-    means, averaged = [], training.local._means
+    means, averaged = [], training.local.means_of
 
     def means_of(changes):
         means[:] = averaged(changes)
         return means
 
-    monkeypatch.setattr(training.local, "_means", means_of)
+    monkeypatch.setattr(training.local, "means_of", means_of)
     last, velocity = flat(training.model), 0.0
     for number in range(8):
         plain.step(number)

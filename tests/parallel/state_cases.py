@@ -69,7 +69,7 @@ def test_gathered_state_resumes_too_and_fits_one_rank():
         assert torch.equal(other.residual(name), compression.residual(name))
         total = hvd.allreduce(compression.residual(name), op=hvd.Sum, name=f"sum.{name}")
         alone = checkpoint.part_of(arrays.to_numpy(gathered), 0, 1)
-        engine = compression._engine
+        engine = compression.engine
         bucket, tensor = engine.tensor(name)
         merged = engine.scheme(bucket).residual(alone["state"], tensor)
         torch.testing.assert_close(torch.from_numpy(merged), total, rtol=1e-6, atol=1e-6)
@@ -130,10 +130,10 @@ def test_a_lost_hosts_residual_is_reported_and_the_survivors_unchanged(same_ever
         warnings.simplefilter("error")
         elastic.TorchState(compression=small_buckets(make_model(), "topk")).sync()
     # As if these two had been ranks 0 and 2 of three, and the host of rank 1 had gone.
-    compression._engine.rank, compression._engine.world_size = 2 * hvd.rank(), 3
+    compression.engine.rank, compression.engine.world_size = 2 * hvd.rank(), 3
     with pytest.warns(RuntimeWarning, match=r"former ranks \[1\] are lost"):
         state.sync()
-    assert compression._engine.rank == hvd.rank()
+    assert compression.engine.rank == hvd.rank()
     assert torch.equal(compression.residual("layers.0.weight"), kept)
     # And now as if rank 1 were a new one, without state.
     again = small_buckets(make_model(), "topk")
@@ -154,13 +154,13 @@ def test_a_rank_less_without_sync_is_noticed(same_everywhere):
     compression = small_buckets(model, "fp16")
     optimizer = distributed(model, compression)
     train(model, optimizer, 1)
-    compression._engine.world_size = 3
+    compression.engine.world_size = 3
     x, y = next(batches(1))
     optimizer.zero_grad()
     with pytest.warns(RuntimeWarning, match=r"former ranks \[2\] are lost"):
         loss_of(model, x, y).backward()
     optimizer.synchronize()
-    assert compression._engine.world_size == 2
+    assert compression.engine.world_size == 2
     same_everywhere(model.layers[0].weight.grad)
     other = make_model()
     other.load_state_dict(model.state_dict())
@@ -175,9 +175,9 @@ def test_elastic_restore_after_ranks_have_gone():
     model = make_model()
     compression = small_buckets(model, "topk")
     train(model, distributed(model, compression), 3)
-    compression._engine.world_size, compression._engine.rank = 3, 2 * hvd.rank()
+    compression.engine.world_size, compression.engine.rank = 3, 2 * hvd.rank()
     state = elastic.TorchState(compression=compression)
-    compression._engine.world_size, compression._engine.rank = 2, hvd.rank()
+    compression.engine.world_size, compression.engine.rank = 2, hvd.rank()
     committed = compression.residual("layers.0.weight")
     state.restore()
     assert torch.equal(compression.residual("layers.0.weight"), committed)

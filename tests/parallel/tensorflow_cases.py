@@ -32,7 +32,7 @@ def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     assert stats["steps"] == 50
     assert stats["skipped_steps"] == 0
     if recipe != "none":
-        rounds = [b.policy.at(step).rounds for b in compression._buckets for step in range(50)]
+        rounds = [b.policy.at(step).rounds for b in compression.engine.buckets for step in range(50)]
         assert stats["collectives"] == sum(map(len, rounds))
         assert len(rounds) == 50 * 2
         assert stats["ratio"] > (1.5 if recipe in ("fp16", "bf16") else 4)
@@ -342,9 +342,9 @@ def test_without_compression_a_step_calls_python_once_and_seldom_meets(monkeypat
     operations = step.get_concrete_function(x, y).graph.get_operations()
     assert [o.type for o in operations if "PyFunc" in o.type] == ["PyFuncStateless"]
     met = []
-    begin = compression._steps._replicas.begin
+    begin = compression.driver.replicas.begin
     monkeypatch.setattr(
-        compression._steps._replicas, "begin", lambda number: (met.append(number), begin(number))
+        compression.driver.replicas, "begin", lambda number: (met.append(number), begin(number))
     )
     for x, y in batches(25):
         step(x, y)

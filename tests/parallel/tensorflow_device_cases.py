@@ -71,8 +71,8 @@ def test_a_training_is_the_cpus(recipe, options, graph, on_gpu, same_everywhere)
         assert ours.stats()[name] == theirs.stats()[name]
     assert ours.residual_norm() == theirs.residual_norm()
     on_host = recipe in HOST_ONLY or options == {"selector": "exact"}
-    assert ours._engine.computes_on_device(0) != on_host
-    assert theirs._engine.device is None
+    assert ours.engine.computes_on_device(0) != on_host
+    assert theirs.engine.device is None
 
 
 @pytest.mark.parametrize("recipe", ["fft", "auto"])
@@ -171,7 +171,7 @@ def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch, same_e
     monkeypatch.undo()
     second = small_buckets(model, "topk")
     second.load_state_dict(first.state_dict())
-    assert second._engine.device is None
+    assert second.engine.device is None
     run(model, second, data[3:])
     same_everywhere(*model.variables)
     for found, wanted in zip(model.variables, expected.variables, strict=True):
@@ -188,7 +188,7 @@ def test_recorded_gradients_are_the_cpus(on_gpu, tmp_path):
         compression = small_buckets(model, "topk", record=path, record_every=2)
         train(model, compression, 4)
         if hvd.rank() == 0:
-            compression._steps._recorder.flush()
+            compression.recorder.flush()
             recorded.append({
                 f"{file.stem}/{name}": grad
                 for file in path.iterdir()
@@ -219,7 +219,7 @@ def test_tensors_go_out_and_in_without_sharing_memory():
 def test_variables_on_no_gpu_are_the_hosts():
     model = Layers()
     compression = small_buckets(model, "topk")
-    assert memory_of(model.variables, compression._buckets) is None
+    assert memory_of(model.variables, compression.engine.buckets) is None
 
 
 def test_a_rank_whose_gpu_computes_nothing_is_told_by_all(on_gpu):

@@ -19,8 +19,8 @@ from tests.parallel.tensorflow_models import Layers, small_buckets, train
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
     """A look at other threads has to be safe at any moment."""
-    monkeypatch.setattr(watch, "_LOOK_S", 0.002)
-    monkeypatch.setattr(watch, "_TELL_S", 0.0)  # each time at the stacks of all threads as well
+    monkeypatch.setattr(watch, "LOOK_S", 0.002)
+    monkeypatch.setattr(watch, "TELL_S", 0.0)  # each time at the stacks of all threads as well
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_nodes_of_two_are_those_of_a_simulation(recipe, same_everywhere):
 def test_and_on_a_gpu(recipe, same_everywhere, monkeypatch):
     memory = TensorFlowMemory(Emulator(), "/CPU:0")
     monkeypatch.setattr(compressor, "memory_of", lambda variables, buckets: memory)
-    assert check_simulation(recipe, same_everywhere)._engine.computes_on_device(0)
+    assert check_simulation(recipe, same_everywhere).engine.computes_on_device(0)
 
 
 def check_simulation(recipe, same_everywhere):

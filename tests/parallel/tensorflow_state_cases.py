@@ -152,7 +152,7 @@ def test_a_lost_hosts_residual_is_reported_and_the_survivors_unchanged(same_ever
     train(model, compression, 4)
     kept = compression.residual(NAME)
     # As if these two had been ranks 0 and 2 of three, and the host of rank 1 had gone.
-    compression._engine.rank, compression._engine.world_size = 2 * hvd.rank(), 3
+    compression.engine.rank, compression.engine.world_size = 2 * hvd.rank(), 3
     with pytest.warns(RuntimeWarning, match=r"former ranks \[1\] are lost"):
         assert compression.rejoin() == [1]
     np.testing.assert_array_equal(compression.residual(NAME), kept)
@@ -225,7 +225,7 @@ def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
     train(model, compression, 5)
     compression.stats()
     if hvd.rank() == 0:
-        compression._steps._recorder.flush()
+        compression.recorder.flush()
         assert {file.name for file in path.iterdir()} == {"0.npz", "2.npz", "4.npz"}
         assert np.load(path / "2.npz")[NAME].shape == (40, 40)
     same_everywhere(flat(model))

@@ -40,7 +40,7 @@ def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     assert stats["steps"] == 50
     assert stats["skipped_steps"] == 0
     if recipe != "none":
-        rounds = [b.policy.at(step).rounds for b in compression._buckets for step in range(50)]
+        rounds = [b.policy.at(step).rounds for b in compression.engine.buckets for step in range(50)]
         assert stats["collectives"] == sum(map(len, rounds))
         assert len(rounds) == 50 * 3
         assert stats["ratio"] > (1.5 if recipe in ("fp16", "bf16") else 4)
@@ -56,7 +56,7 @@ def test_a_step_sends_what_the_scheme_predicts(recipe):
     dense = sum(p.numel() for p in model.parameters() if p.dim() == 1) + model.head.weight.numel()
     predicted = sum(
         bucket.policy.at(0).sent_nbytes(tensor)
-        for bucket in compression._buckets
+        for bucket in compression.engine.buckets
         for tensor in bucket.tensors
     )
     probes = 4 * len(compressed_names(compression))
@@ -334,10 +334,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
 
 
 @pytest.mark.transport
-@pytest.mark.parametrize("greeting_s", [connection._GREETING_S, 0.0])
+@pytest.mark.parametrize("greeting_s", [connection.GREETING_S, 0.0])
 def test_first_hooks_of_two_compressors_in_another_order(same_everywhere, monkeypatch, greeting_s):
     """Neither may wait in its first gradient for ranks that wait in the other's, nor has to."""
-    monkeypatch.setattr(connection, "_GREETING_S", greeting_s)
+    monkeypatch.setattr(connection, "GREETING_S", greeting_s)
     models = [make_model(seed) for seed in range(2)]
     pairs = []
     for prefix, model in zip("ab", models, strict=True):

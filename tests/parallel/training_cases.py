@@ -196,7 +196,7 @@ def test_rules_by_name(same_everywhere):
     compression = small_buckets(model, "topk", rules=rules)
     train(model, distributed(model, compression), 10)
     same_everywhere(flat(model))
-    used = {t.name: b.policy.at(0) for b in compression._buckets for t in b.tensors}
+    used = {t.name: b.policy.at(0) for b in compression.engine.buckets for t in b.tensors}
     assert "layers.0.weight" not in used
     assert used["layers.1.weight"] == get_scheme("topk", density=0.5)
     assert used["layers.2.weight"] == get_scheme("fft", bits=6)
@@ -346,7 +346,7 @@ def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
             parameter.grad.zero_()
     same_everywhere(flat(model))
     if hvd.rank() == 0:
-        compression._steps._recorder.flush()
+        compression.recorder.flush()
         assert {file.name for file in path.iterdir()} == {"0.npz", "3.npz", "6.npz"}
         recorded = {
             f"{file.stem}/{name}": grad
@@ -358,7 +358,7 @@ def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
         for key in recorded:
             assert recorded[key].tobytes() == own[key].tobytes()
     else:
-        assert compression._steps._recorder is None
+        assert compression.recorder is None
 
 
 def test_a_recording_changes_nothing_and_is_refused_where_one_is(tmp_path, same_everywhere):

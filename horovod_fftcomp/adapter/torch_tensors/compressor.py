@@ -25,7 +25,7 @@ class TensorCompressor(Compressor):
     """Compressor whose methods take and return tensors in place of arrays."""
 
     _parameters: OptimizedParameters
-    _steps: Any
+    driver: Any
     sends_gradients = True  # False: changes of weights, for ``LocalSteps``
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
@@ -76,11 +76,11 @@ class TensorCompressor(Compressor):
     def expect_changes(self) -> None:
         """Note that this exchanges changes of weights from now on, no gradients."""
         self.sends_gradients = False
-        self._steps.thrown_away.stop()
+        self.driver.thrown_away.stop()
 
     def note_used(self) -> None:
         """Note that the last averages are used; ``discard`` cannot undo their exchange any more."""
-        self._engine.note_used()
+        self.engine.note_used()
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer, and look at it if it is its first."""
@@ -88,7 +88,7 @@ class TensorCompressor(Compressor):
         if self._trains.get(optimizer, (0, False))[0] != n:
             self._trains[optimizer] = n, self._warn_of(optimizer)
         if self._trains[optimizer][1]:
-            self._engine.note_used()
+            self.engine.note_used()
 
     def _await_optimizer(self, always: bool = False) -> None:
         """Call ``_note_step`` at each step of an optimizer, if that or ``always`` is of use."""

@@ -63,8 +63,8 @@ class TorchLocalSteps:
         self._names, self._parameters = parameters.names, parameters.tensors
         self._compression, self._period = compression, period
         forget_exchanged(self._parameters)  # optimizers step with this rank's own gradients
-        self._last = [parameter.detach().clone() for parameter in self._parameters]
-        self.outer = outer(self._last)
+        self.last = [parameter.detach().clone() for parameter in self._parameters]
+        self.outer = outer(self.last)
         self._count = _Count()
         weakref.finalize(self, self._count.tell_end)
         self._untold = 0  # steps of the model's optimizer since the last call
@@ -122,14 +122,14 @@ class TorchLocalSteps:
         If a rank's change has NaN or Inf, all ranks restore the weights of the last exchange, and
         the outer optimizer's state stays as it is. Gradients are kept.
         """
-        pairs = zip(self._last, self._parameters, strict=True)
+        pairs = zip(self.last, self._parameters, strict=True)
         changes = [last - parameter for last, parameter in pairs]
         self._restore()  # equal on all ranks, for the replica check
-        means = self._means(changes)
+        means = self.means_of(changes)
         if self._is_ours:
             self._compression.note_used()
         if all(bool(torch.isfinite(mean).all()) for mean in means):
-            for last, parameter, mean in zip(self._last, self._parameters, means, strict=True):
+            for last, parameter, mean in zip(self.last, self._parameters, means, strict=True):
                 last.copy_(parameter)  # the replica check may have replaced it
                 last.grad = mean
             self.outer.step()
@@ -145,25 +145,25 @@ class TorchLocalSteps:
         the tensors are those in use, which the next exchange changes.
         """
         self._count.saved = self.steps
-        weights = dict(zip(self._names, self._last, strict=True))
+        weights = dict(zip(self._names, self.last, strict=True))
         return {"weights": weights, "outer": self.outer.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned on any rank; load the model's own as well."""
         weights = saved["weights"]
         shapes = {name: weight.shape for name, weight in weights.items()}
-        if shapes != {n: last.shape for n, last in zip(self._names, self._last, strict=True)}:
+        if shapes != {n: last.shape for n, last in zip(self._names, self.last, strict=True)}:
             raise ValueError("the saved state has other parameters; load it for the same model")
         self.outer.load_state_dict(saved["outer"])
-        for name, last in zip(self._names, self._last, strict=True):
+        for name, last in zip(self._names, self.last, strict=True):
             last.copy_(weights[name])
         self._count.steps = self._count.saved = saved["steps"]
 
     def _restore(self) -> None:
-        for last, parameter in zip(self._last, self._parameters, strict=True):
+        for last, parameter in zip(self.last, self._parameters, strict=True):
             parameter.copy_(last)
 
-    def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
+    def means_of(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, one for each parameter, over ranks."""
         raise NotImplementedError
 

@@ -59,9 +59,9 @@ class SimulatedLearners:
         rules = check_rules(settings.rules, policy)
         sizes = settings.min_numel, settings.bucket_nbytes, n_learners
         buckets = make_buckets(specs, policy, rules, *sizes)
-        self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
+        self.engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
-        note_exchanged(self._parameters.tensors, slots_of(specs, buckets), self._engines[0])
+        note_exchanged(self._parameters.tensors, slots_of(specs, buckets), self.engines[0])
         self._numels = {t.name: math.prod(t.shape) for t in specs}
         self._dense = {t.name for t in specs}.difference(*self._buckets)
         self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]
@@ -71,7 +71,7 @@ class SimulatedLearners:
     @property
     def costs(self) -> list[Costs]:
         """Bytes, times and errors of each rank since the start."""
-        return [engine.costs for engine in self._engines]
+        return [engine.costs for engine in self.engines]
 
     @contextmanager
     def turn_of(self, rank: int) -> Iterator[None]:
@@ -98,11 +98,11 @@ class SimulatedLearners:
             ]
             for grads in self._grads
         ]
-        exchange_once(self._engines, bucketed, random.Random(0))
+        exchange_once(self.engines, bucketed, random.Random(0))
         totals = {
             name: total
             for number, bucket in enumerate(self._buckets)
-            for name, total in zip(bucket, self._engines[0].sums(number), strict=True)
+            for name, total in zip(bucket, self.engines[0].sums(number), strict=True)
         }
         for name in self._dense:
             addends = [grads[name] for grads in self._grads if name in grads]
@@ -113,25 +113,25 @@ class SimulatedLearners:
         for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
             parameter.grad = None
             if name in totals:
-                mean = totals[name] / np.float32(len(self._engines))
+                mean = totals[name] / np.float32(len(self.engines))
                 parameter.grad = torch.from_numpy(mean.reshape(parameter.shape)).to(parameter)
-        for engine in self._engines:
+        for engine in self.engines:
             engine.observe(finite)
             engine.settle()
-        self._grads = [{} for _ in self._engines]
+        self._grads = [{} for _ in self.engines]
 
     def discard(self) -> None:
         """Undo the last ``reduce``, whose means were not used; see ``Engine.discard``."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.discard()
 
     def residual_norms(self) -> list[float]:
         """Return the L2 norm of each rank's residuals, of all tensors together."""
-        return [engine.residual_norm() for engine in self._engines]
+        return [engine.residual_norm() for engine in self.engines]
 
     def set_density(self, density: float) -> None:
         """Compress with ``density`` from the next step on, except for tensors under a rule."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.buckets = with_policy(engine.buckets, self._policy.with_density(density))
 
     def _copied_buffers(self) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ def _read_addresses(objects, like, addresses):
             addresses[i] = view_at(objects[i] + _DATA, 1, like)[0]
 
 
-def _data_is_found() -> bool:
+def data_is_found() -> bool:
     """Return whether this interpreter's array objects have the layout that is read above."""
     found, array = np.zeros(1, np.int64), np.zeros(3)
     if object.__basicsize__ != _DATA:
@@ -59,7 +59,7 @@ def _data_is_found() -> bool:
     return bool(found[0] == array.ctypes.data)
 
 
-_FOUND: list[bool] = []
+FOUND: list[bool] = []
 
 
 def addresses_of(arrays: Arrays, out: Array) -> None:
@@ -67,9 +67,9 @@ def addresses_of(arrays: Arrays, out: Array) -> None:
 
     ``array.ctypes.data`` takes a microsecond, which is too long for each of many small tensors.
     """
-    if not _FOUND:
-        _FOUND.append(_data_is_found())
-    if _FOUND[0]:
+    if not FOUND:
+        FOUND.append(data_is_found())
+    if FOUND[0]:
         objects = np.array([0 if array is None else id(array) for array in arrays], np.int64)
         out.fill(0)
         _read_addresses(objects, out, out)

@@ -190,7 +190,7 @@ class _Arena:
 
 def encode_tensor(codec: PayloadCodec, flat: Array, shape: Shape, key: int) -> Array | None:
     """Return the payload of a tensor, flat float32; None without kernels for this codec."""
-    table = _table_of(codec, shape, threads.get_num_threads())
+    table = table_of(codec, shape, threads.get_num_threads())
     if not table.members:
         return None
     message = np.zeros(table.message_nbytes, np.uint8)
@@ -200,7 +200,7 @@ def encode_tensor(codec: PayloadCodec, flat: Array, shape: Shape, key: int) -> A
 
 def sum_payloads(codec: PayloadCodec, payloads: Sequence[Array], shape: Shape) -> Array | None:
     """Return the sum of payloads of float32; None if one is corrupt, or without kernels for it."""
-    table = _table_of(codec, shape, threads.get_num_threads())
+    table = table_of(codec, shape, threads.get_num_threads())
     if not table.members:
         return None
     gathered = np.zeros((len(payloads), table.message_nbytes), np.uint8)
@@ -211,5 +211,5 @@ def sum_payloads(codec: PayloadCodec, payloads: Sequence[Array], shape: Shape) -
 
 
 @functools.lru_cache(64)
-def _table_of(codec: PayloadCodec, shape: Shape, n_threads: int) -> BucketCodec:
+def table_of(codec: PayloadCodec, shape: Shape, n_threads: int) -> BucketCodec:
     return BucketCodec([codec], [shape])

@@ -16,16 +16,16 @@ import numpy as np
 from horovod_fftcomp.types import Array
 
 ALIGNMENT = 64  # bytes, a cache line
-_LEAST_NBYTES = 1 << 20  # smaller arrays come from the heap, which reuses its pages itself
-_SLACK = 1.25  # temporary arrays, used one after another, take an eighth of the memory in use
+LEAST_NBYTES = 1 << 20  # smaller arrays come from the heap, which reuses its pages itself
+SLACK = 1.25  # temporary arrays, used one after another, take an eighth of the memory in use
 
 
-class _Pool:
-    """Freed blocks by size; used and kept blocks stay within ``_SLACK`` times the most used."""
+class Pool:
+    """Freed blocks by size; used and kept blocks stay within ``SLACK`` times the most used."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Array]] = {}
-        self._kept_nbytes = self._used_nbytes = self._most_nbytes = 0
+        self.kept: dict[int, list[Array]] = {}
+        self.kept_nbytes = self.used_nbytes = self.most_nbytes = 0
         self.unlock()
 
     def unlock(self) -> None:
@@ -35,40 +35,40 @@ class _Pool:
 
     def take(self, size: int) -> Array:
         with self._lock:
-            block = self._pop(size) if size in self._kept else np.empty(size, np.uint8)
-            self._used_nbytes += size
-            self._most_nbytes = max(self._most_nbytes, self._used_nbytes)
-            while self._kept_nbytes + self._used_nbytes > _SLACK * self._most_nbytes:
-                self._pop(next(iter(self._kept)))
+            block = self._pop(size) if size in self.kept else np.empty(size, np.uint8)
+            self.used_nbytes += size
+            self.most_nbytes = max(self.most_nbytes, self.used_nbytes)
+            while self.kept_nbytes + self.used_nbytes > SLACK * self.most_nbytes:
+                self._pop(next(iter(self.kept)))
         return block
 
     def give(self, block: Array) -> None:
         with self._lock:
-            self._used_nbytes -= block.size
-            self._kept_nbytes += block.size
-            self._kept.setdefault(block.size, []).append(block)
-            if not self._used_nbytes:
-                self._kept.clear()
-                self._kept_nbytes = self._most_nbytes = 0
+            self.used_nbytes -= block.size
+            self.kept_nbytes += block.size
+            self.kept.setdefault(block.size, []).append(block)
+            if not self.used_nbytes:
+                self.kept.clear()
+                self.kept_nbytes = self.most_nbytes = 0
 
     def _pop(self, size: int) -> Array:
-        block = self._kept[size].pop()
-        if not self._kept[size]:
-            del self._kept[size]
-        self._kept_nbytes -= size
+        block = self.kept[size].pop()
+        if not self.kept[size]:
+            del self.kept[size]
+        self.kept_nbytes -= size
         return block
 
 
-_pool = _Pool()
-os.register_at_fork(after_in_child=_pool.unlock)
+pool = Pool()
+os.register_at_fork(after_in_child=pool.unlock)
 
 
 class _Lease:
     """Owner of a block while arrays use it; returns it to the pool when the last one is freed."""
 
-    def __init__(self, pool: _Pool, n: int, dtype: np.dtype) -> None:
+    def __init__(self, pool: Pool, n: int, dtype: np.dtype) -> None:
         self._block = pool.take(n * dtype.itemsize + ALIGNMENT)
-        self._pool = pool  # module globals may be gone when ``__del__`` runs at exit
+        self.pool = pool  # module globals may be gone when ``__del__`` runs at exit
         start = self._block.ctypes.data
         self.__array_interface__ = {
             "data": (start + -start % ALIGNMENT, False),
@@ -78,16 +78,16 @@ class _Lease:
         }
 
     def __del__(self) -> None:
-        if hasattr(self, "_pool"):  # else the allocation failed
-            self._pool.give(self._block)
+        if hasattr(self, "pool"):  # else the allocation failed
+            self.pool.give(self._block)
 
 
 def empty(n: int, dtype: type = np.float32) -> Array:
     """Return an uninitialized array of ``n`` elements; a large one is aligned to ``ALIGNMENT``."""
     kind = np.dtype(dtype)
-    if n * kind.itemsize < _LEAST_NBYTES:
+    if n * kind.itemsize < LEAST_NBYTES:
         return np.empty(n, kind)
-    return np.asarray(_Lease(_pool, n, kind))
+    return np.asarray(_Lease(pool, n, kind))
 
 
 def joined(parts: Sequence[Array | None], dtype: type) -> Array | None:

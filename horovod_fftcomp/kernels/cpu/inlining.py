@@ -20,7 +20,7 @@ from numba.core.typed_passes import NopythonTypeInference
 # Private methods of a class of Numba's; without them functions are compiled as Numba does it.
 _REPLACED = "_optimize_functions", "_optimize_final_module", "_finalize_final_module"
 _CALLED = ("_finalize_dynamic_globals",)
-_IS_AS_EXPECTED = all(hasattr(codegen.JITCodeLibrary, name) for name in (*_REPLACED, *_CALLED))
+IS_AS_EXPECTED = all(hasattr(codegen.JITCodeLibrary, name) for name in (*_REPLACED, *_CALLED))
 _RAISES_TYPE_ERROR = ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 
 
@@ -99,7 +99,7 @@ def allocating(
     ones got would never be freed (``tests/test_kernel_memory.py``).
     """
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    own = {**options, "pipeline_class": by, "_nrt": counts} if _IS_AS_EXPECTED else {}
+    own = {**options, "pipeline_class": by, "_nrt": counts} if IS_AS_EXPECTED else {}
     return njit(nogil=True, **own)(function)
 
 

@@ -127,7 +127,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     try:
         return _kept_on_disk(function)
     except (AttributeError, TypeError) as error:
-        _warn_of_no_cache(f"{type(error).__name__}: {error}")
+        warn_of_no_cache(f"{type(error).__name__}: {error}")
         return njit(cache=False, nogil=True)(function)
 
 
@@ -153,7 +153,7 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
 
 
 @functools.cache  # one warning for all kernels
-def _warn_of_no_cache(found: str) -> None:
+def warn_of_no_cache(found: str) -> None:
     warnings.warn(
         f"compiled kernels are not kept on disk, so every process compiles them anew, since the "
         f"cache of Numba {numba.__version__} is not as expected ({found}); install a version of "

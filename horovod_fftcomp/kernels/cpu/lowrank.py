@@ -20,12 +20,12 @@ _LANES = 256  # partial sums, as many as a GPU's block has threads
 def orthonormal(matrix: Array) -> Array:
     """Return ``matrix``, finite float32 ``[rows, columns]``, with its columns orthonormalized."""
     columns = matrix.T.astype(np.float64, order="C")
-    _orthonormalize(columns)
+    orthonormalize(columns)
     return np.ascontiguousarray(columns.T, np.float32)
 
 
 @kernel
-def _orthonormalize(columns):
+def orthonormalize(columns):
     for k in range(columns.shape[0]):
         column = columns[k]
         before = np.sqrt(_dot(column, column))

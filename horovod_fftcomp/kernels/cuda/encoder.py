@@ -81,14 +81,14 @@ class Encoder:
             None if plan.layout is Layout.RAW else codec.coeffs_format(shape)
             for plan, codec, shape in zip(plans, codecs, shapes, strict=True)
         ]
-        self._rows = np.zeros(len(plans), structs.TENSOR)
-        for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
+        self.rows = np.zeros(len(plans), structs.TENSOR)
+        for row, plan, codec in zip(self.rows, plans, codecs, strict=True):
             structs.enter_plan(row, plan, codec)
             row["bins_per_block"] = codec.transform.bins_per_block
             if isinstance(codec, Codec) and isinstance(codec.sparsifier, Threshold):
                 row["threshold"] = np.float32(codec.sparsifier.value).view(np.uint32)
         self._gains = [structs.gain_of_squares(codec.transform) for codec in codecs]
-        groups = structs.grouped(plans, codecs, self._rows)
+        groups = structs.grouped(plans, codecs, self.rows)
         self._groups = [self._group(group, plans) for group in groups]
         names = {name for group in self._groups for name in group.names}
         names.add("write_header")
@@ -113,7 +113,7 @@ class Encoder:
             kind = CodedGroup if is_coded else ElementGroup
             return kind(self._device, group, plans, codecs)
         if self._counts:
-            return CountedGroup(self._device, group, plans, self._codecs, self._rows)
+            return CountedGroup(self._device, group, plans, self._codecs, self.rows)
         return TopKGroup(self._device, group)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
@@ -121,7 +121,7 @@ class Encoder:
         nbytes = [wire.align(plan.payload_nbytes) for plan in plans]
         self.offsets = (np.cumsum([0, *nbytes])[:-1]).tolist()
         self.message_nbytes = sum(nbytes)
-        for row, plan, codec in zip(self._rows, plans, self._codecs, strict=True):
+        for row, plan, codec in zip(self.rows, plans, self._codecs, strict=True):
             structs.enter_plan(row, plan, codec)
         self._headers["nbytes"] = [plan.header_nbytes for plan in plans]
 
@@ -145,10 +145,10 @@ class Encoder:
         random numbers; see ``DenseCodec.key_at``. ``decay`` multiplies the residuals. With
         ``keeps_sent``, for sign methods only, nothing is subtracted.
         """
-        self._rows["decay"] = np.float32(decay).view(np.uint32)
+        self.rows["decay"] = np.float32(decay).view(np.uint32)
         self._keep = structs.EVERYTHING if keeps_sent else structs.UNSENT
         if keys is not None:
-            self._rows["key"] = keys
+            self.rows["key"] = keys
         self._enter_velocities(velocities)
         try:
             return self._encode(self._point_at(grads, residuals, coeffs), measure)
@@ -159,37 +159,37 @@ class Encoder:
     def _enter_velocities(self, velocities: Velocities | None) -> None:
         """Enter the addresses of velocities and the options of the momentum."""
         if velocities is None:
-            self._rows["moved"] = 0
+            self.rows["moved"] = 0
             return
-        self._rows["momentum"] = np.float32(velocities.momentum).view(np.uint32)
-        for row, old, new in zip(self._rows, velocities.old, velocities.new, strict=True):
+        self.rows["momentum"] = np.float32(velocities.momentum).view(np.uint32)
+        for row, old, new in zip(self.rows, velocities.old, velocities.new, strict=True):
             row["velocity"] = 0 if old is None else self._device.address(old)
             row["moved"] = 0 if new is None else self._device.address(new)
             masks = velocities.masking and row["layout"] != Layout.ALL
             row["how"] = structs.NESTEROV * velocities.nesterov + structs.MASKING * masks
-        self._rows["factor"] = velocities.factors
+        self.rows["factor"] = velocities.factors
 
     def _encode(self, scratch: list[Any], measure: bool) -> DeviceMessage:
         device, kernels, found = self._device, self._kernels, self._found
-        totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
+        totals = device.zeros(max(1, 2 * len(self.rows)), np.uint32) if self._counts else None
         message = None if self._counts else self._new_message()
-        rows = self._uploads.of("tensors", self._rows)
+        rows = self._uploads.of("tensors", self.rows)
         before = [group.choose(kernels, rows, found, measure, totals) for group in self._groups]
         starts = None  # kept, as all scratch, until all is launched; the stream keeps the order
         if message is None:
             starts = self._count(device.fetch(totals)().view(np.uint32))
             message = self._new_message()
-            rows = self._uploads.of("tensors", self._rows)
+            rows = self._uploads.of("tensors", self.rows)
         sums = [
             group.write(kernels, rows, found, squares)
             for group, squares in zip(self._groups, before, strict=True)
         ]
-        not_finite = device.zeros(max(1, len(self._rows)), np.uint32)
-        if len(self._rows):
+        not_finite = device.zeros(max(1, len(self.rows)), np.uint32)
+        if len(self.rows):
             headers = self._uploads.of("headers", self._headers)
-            kernels["write_header"](len(self._rows), 32, [headers, found, not_finite], 0)
+            kernels["write_header"](len(self.rows), 32, [headers, found, not_finite], 0)
         del scratch, starts
-        measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
+        measured = (self.rows["keep"] != 0) & (self.rows["layout"] != Layout.RAW)
         squares = partial(self._squares, sums, measured) if measure else None
         left = None
         if any(group.always_measures for group in self._groups if isinstance(group, TopKGroup)):
@@ -199,7 +199,7 @@ class Encoder:
     def _point_at(self, grads: Arrays, residuals: Arrays, coeffs: Arrays) -> list[Any]:
         """Enter the addresses of arrays; return those allocated for discarded coefficients."""
         device, scratch = self._device, []
-        for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):
+        for number, (row, form) in enumerate(zip(self.rows, self.coeffs_formats, strict=True)):
             row["grad"] = device.address(grads[number])
             residual, kept = residuals[number], coeffs[number]
             row["residual"] = 0 if residual is None else device.address(residual)
@@ -213,8 +213,8 @@ class Encoder:
 
     def _new_message(self) -> Any:
         message = self._device.zeros(max(1, self.message_nbytes), np.uint8)
-        self._rows["payload"] = self._device.address(message) + np.array(self.offsets, np.uint64)
-        self._headers["payload"] = self._rows["payload"]
+        self.rows["payload"] = self._device.address(message) + np.array(self.offsets, np.uint64)
+        self._headers["payload"] = self.rows["payload"]
         return message
 
     def _count(self, totals: Array) -> Any:
@@ -230,7 +230,7 @@ class Encoder:
             header = np.zeros(plans[-1].header_nbytes, np.uint8)
             scale = self._scale(number, float(peak.view(np.float32))) if finite else math.nan
             assert isinstance(codec, Codec)
-            key = int(self._rows[number]["threshold"]) - 1
+            key = int(self.rows[number]["threshold"]) - 1
             options = scale, finite, codec.grid(plans[-1], key, int(peak)) if finite else 0
             wire.write_header(header, plans[-1], codec.fingerprint, "float32", *options)
             headers.append(header)
@@ -246,7 +246,7 @@ class Encoder:
             if isinstance(group, CountedGroup) and number in group.members and peak:
                 scale, codec = group.scale(number, peak), self._codecs[number]
                 if isinstance(codec, Codec) and codec.quantizer is None:
-                    structs.enter_coding(self._rows[number], codec.coding(scale))
+                    structs.enter_coding(self.rows[number], codec.coding(scale))
                 return scale
         return peak
 

@@ -244,21 +244,21 @@ class HostCoderOps:
     """Ops that encode and decode payloads, with a cache of coders."""
 
     def __init__(self) -> None:
-        self._coders: dict[tuple, list[tuple[Codecs, HostCoder]]] = {}
+        self.coders: dict[tuple, list[tuple[Codecs, HostCoder]]] = {}
         self._lock = threading.Lock()
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> HostCoder:
         """Return the coder of a bucket, cached for its last few lists of codecs."""
         key = (tuple(tensors), n_ranks, threads.get_num_threads())
         with self._lock:
-            recent = self._coders.pop(key, [])
+            recent = self.coders.pop(key, [])
             found = next((pair for pair in recent if _are_same(pair[0], codecs)), None)
             if found is None:
                 found = (codecs, HostCoder(codecs, tensors, n_ranks))
             others = [pair for pair in recent if pair is not found]
-            self._coders[key] = [found, *others[: _MOST_CODECS - 1]]  # this bucket goes last
-            if len(self._coders) > _MOST_BUCKETS:
-                del self._coders[next(iter(self._coders))]
+            self.coders[key] = [found, *others[: _MOST_CODECS - 1]]  # this bucket goes last
+            if len(self.coders) > _MOST_BUCKETS:
+                del self.coders[next(iter(self.coders))]
         return found[1]
 
 

@@ -132,7 +132,7 @@ def compressed(
     for bucket, values, state, kind in zip(buckets, gradients, chosen, kinds, strict=True):
         if kind not in found:
             times = repeat * min(_MOST_ALIKE, kinds.count(kind))
-            found[kind] = _measured(bucket, values, state, decides, times)
+            found[kind] = measured_transfer(bucket, values, state, decides, times)
         part, varies, lost, all_of_it = found[kind]
         at, nbytes = max(ready[t.name] for t in bucket.tensors), sum(map(_nbytes, bucket.tensors))
         part = replace(part, ready=at, node_size=node_size, dense_nbytes=nbytes)
@@ -208,31 +208,31 @@ def _gradients(buckets: Sequence[Bucket], grads: Mapping[str, Array]) -> list[li
 def _chosen(buckets: Sequence[Bucket], grads: Sequence[Sequence[Array]]) -> list[OldState]:
     """Return what the recipe chooses for each bucket after a first step; nothing if it does not."""
     chosen = decided_states(
-        buckets, 0, lambda n: common(_run(buckets[n], grads[n], {}, 0, 1, []).state)
+        buckets, 0, lambda n: common(run_once(buckets[n], grads[n], {}, 0, 1, []).state)
     )
     return [chosen.get(number, {}) for number in range(len(buckets))]
 
 
-def _measured(
+def measured_transfer(
     bucket: Bucket, grads: Sequence[Array], chosen: OldState, decides: Scheduled | None, repeat: int
 ) -> tuple[Transfer, float, float, float]:
     """Return (messages and times of a bucket, their spread, and the results of ``_lost``).
 
     ``decides``: the policy if it decides between gathering and shards.
     """
-    part, varies = _timed(bucket, grads, chosen, repeat)
+    part, varies = timed_run(bucket, grads, chosen, repeat)
     if decides and (ranks := _sharded_from(decides, bucket)) is not None:
         shards = bucket._replace(policy=decides.with_exchange("sharded"))
-        part = replace(part, sharded=_timed(shards, grads, chosen, repeat)[0], sharded_from=ranks)
+        part = replace(part, sharded=timed_run(shards, grads, chosen, repeat)[0], sharded_from=ranks)
     return part, varies, *_lost(bucket, grads, chosen)
 
 
-def _timed(
+def timed_run(
     bucket: Bucket, grads: Sequence[Array], chosen: OldState, repeat: int
 ) -> tuple[Transfer, float]:
     """Return (messages and median times of a bucket in a usual step; their spread)."""
     scheme = bucket.policy.at(_USUAL_STEP)
-    state = folded(scheme, bucket.tensors, _run(bucket, grads, chosen, 0, 1, []).state)
+    state = folded(scheme, bucket.tensors, run_once(bucket, grads, chosen, 0, 1, []).state)
     messages, few_s, decode_s, varies = _usual(bucket, grads, state, _FEW, repeat)
     _, more_s, decode_more_s, _ = _usual(bucket, grads, state, _MORE, repeat)
     encode_s, divided_s, each_s = (few_s + more_s) / 2, 0.0, 0.0
@@ -256,7 +256,7 @@ def _usual(
     others = _other_owners(bucket, grads, state, ranks)
     runs: list[_Run] = []
     for _ in range(repeat + 1):
-        runs.append(_run(bucket, grads, state, _USUAL_STEP, ranks, others))
+        runs.append(run_once(bucket, grads, state, _USUAL_STEP, ranks, others))
         state = {**state, **runs[-1].state}
     encode_s = statistics.median(run.encode_s for run in runs[1:])
     decode_s = statistics.median(run.decode_s for run in runs[1:])
@@ -266,7 +266,7 @@ def _usual(
 
 def _lost(bucket: Bucket, grads: Sequence[Array], chosen: OldState) -> tuple[float, float]:
     """Return the sums of squares of the error of a first exchange, and of the gradients."""
-    sums = _run(bucket, grads, chosen, 0, 1, []).sums
+    sums = run_once(bucket, grads, chosen, 0, 1, []).sums
     errors = (grad - decoded for grad, decoded in zip(grads, sums, strict=True))
     return sum(map(energy_of, errors)), sum(map(energy_of, grads))
 
@@ -281,7 +281,7 @@ class _Run(NamedTuple):
     state: OldState
 
 
-def _run(
+def run_once(
     bucket: Bucket, grads: Arrays, state: OldState, step: int, ranks: int, others: list[Array]
 ) -> _Run:
     """Run one exchange in which all ranks send the payloads of ``grads``.

@@ -12,7 +12,7 @@ from horovod_fftcomp.tools import environment
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import fnv1a
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
 
 
 def look() -> Array:
@@ -23,7 +23,7 @@ def look() -> Array:
     """
     which = fnv1a(f"{socket.gethostname()} {sorted(os.sched_getaffinity(0))}") >> 1
     others_s, own, began = environment.other_busy_s(), time.process_time_ns(), time.monotonic_ns()
-    time.sleep(_LOOK_S)
+    time.sleep(LOOK_S)
     there = environment.n_cores() * (time.monotonic_ns() - began)
     own = time.process_time_ns() - own
     return np.array([which, there, int(1e9 * (environment.other_busy_s() - others_s)) + own, own])

@@ -17,20 +17,20 @@ from typing import Any
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
-_TIMEOUT_S = 120  # a first import from a network's file system
+TIMEOUT_S = 120  # a first import from a network's file system
 _MARK = "fftcomp-found "  # imports may print lines of their own
 
-_ASK_TORCH = f"""
+ASK_TORCH = f"""
 import json, torch
 found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print({_MARK!r} + json.dumps(found if torch.cuda.is_available() else []))
 """
-_ASK_HOROVOD = f"""
+ASK_HOROVOD = f"""
 import json, horovod.torch as hvd
 built = dict(MPI=hvd.mpi_built(), Gloo=hvd.gloo_built(), NCCL=bool(hvd.nccl_built()))
 print({_MARK!r} + json.dumps(built))
 """
-_INITIALIZE = f"""
+INITIALIZE = f"""
 import horovod.torch as hvd
 hvd.init()
 print({_MARK!r} + str(hvd.size()))
@@ -53,7 +53,7 @@ def findings() -> Iterator[Finding]:
 
 
 def _gpus() -> Finding:
-    names, error = _ask(_ASK_TORCH)
+    names, error = _ask(ASK_TORCH)
     if error:
         remedy = "reinstall PyTorch: pip install --force-reinstall torch"
         return Finding("torch runs", Level.FAIL, error, remedy)
@@ -63,7 +63,7 @@ def _gpus() -> Finding:
 
 
 def _horovod() -> Finding:
-    backends, error = _ask(_ASK_HOROVOD)
+    backends, error = _ask(ASK_HOROVOD)
     if error:
         return Finding("horovod.torch", Level.FAIL, error, _REBUILD)
     built = [name for name, there in backends.items() if there]
@@ -77,7 +77,7 @@ def _horovod() -> Finding:
 def _one_process() -> Finding:
     """Return whether ``hvd.init()`` works without a launcher, where MPI may end the process."""
     topic = "one process"
-    _, error = _ask(_INITIALIZE, "hvd.init()")
+    _, error = _ask(INITIALIZE, "hvd.init()")
     if not error:
         return Finding(topic, Level.OK, "hvd.init() works without a launcher")
     remedy = "start scripts by horovodrun -np 1"
@@ -94,10 +94,10 @@ def _ask(script: str, what: str = "the import") -> tuple[Any, str]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_TIMEOUT_S
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return None, f"{what} did not end in {_TIMEOUT_S} s"
+        return None, f"{what} did not end in {TIMEOUT_S} s"
     for line in done.stdout.splitlines():
         if line.startswith(_MARK) and done.returncode == 0:
             return json.loads(line.removeprefix(_MARK)), ""

@@ -75,7 +75,7 @@ def _variation(groups: Sequence[Jobs]) -> tuple[float, float, list[float]]:
 def _rounds(base: Jobs, jobs: Jobs) -> list[tuple[float, float]]:
     """Return mean and variance of jobs - base in the rounds of both."""
     pairs = [(base[number], jobs[number]) for number in base if number in jobs]
-    return [_middle([b - a for a, b in zip(*pair, strict=False)]) for pair in pairs]
+    return [middle_of([b - a for a, b in zip(*pair, strict=False)]) for pair in pairs]
 
 
 def _half_of_rounds(squares: float, freedom: float, n: int) -> float:
@@ -111,7 +111,7 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] + sum(value - values[0] for value in values[1:]) / len(values)
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float]:
+def middle_of(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of all but the least and the largest quarter, and its variance.
 
     The variance is that of the values with those of the quarters moved to the ends of the middle

@@ -22,7 +22,7 @@ from horovod_fftcomp.errors import UnsupportedError
 
 # Module of Horovod -> our adapter, and the functions of the module that take compression=.
 _KERAS = ("tensorflow", ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"))
-_WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
+WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "horovod.torch": ("torch", ("DistributedOptimizer",)),
     "horovod.tensorflow": (
         "tensorflow",
@@ -54,12 +54,12 @@ class Wrapping:
     def install(self) -> None:
         """Replace the functions of modules that are imported already, and of others on import."""
         sys.meta_path.insert(0, _Finder(self._replace))
-        for name in _WRAPPERS:
+        for name in WRAPPERS:
             if name in sys.modules:
                 self._replace(sys.modules[name])
 
     def _replace(self, module: ModuleType) -> None:
-        adapter, names = _WRAPPERS[module.__name__]
+        adapter, names = WRAPPERS[module.__name__]
         if adapter == "torch_distributed":
             self._wrap_ddp(module.DistributedDataParallel)
             return
@@ -129,16 +129,16 @@ class Wrapping:
         return compressor
 
 
-_installed: list[Wrapping] = []
+installed: list[Wrapping] = []
 
 
 def install(recipe: str, options: Mapping[str, Any], made: Callable[[Any], None]) -> None:
     """Install a ``Wrapping``; one that a parent process has installed is used, with ``made``."""
-    if _installed:
-        _installed[0].made = made
+    if installed:
+        installed[0].made = made
         return
-    _installed.append(Wrapping(recipe, options, made))
-    _installed[0].install()
+    installed.append(Wrapping(recipe, options, made))
+    installed[0].install()
 
 
 def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
@@ -194,7 +194,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of one of Horovod's modules; None for all others."""
-        if fullname not in _WRAPPERS:
+        if fullname not in WRAPPERS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)

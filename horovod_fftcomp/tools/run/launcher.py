@@ -40,7 +40,7 @@ _MARK = "fftcomp-report "
 _PIECE, _PAUSE_S = 1000, 0.02
 # For processes of a launcher that has ended: by then it has passed on what ranks wrote.
 _LEFT_BEHIND_S = 2.0
-_GRACE_S = 20.0  # for ranks to end, once all have reported or been signalled
+GRACE_S = 20.0  # for ranks to end, once all have reported or been signalled
 _LAST_WORDS_S = 3.0  # between SIGTERM and the end of a rank; horovodrun kills it after 5
 
 
@@ -216,7 +216,7 @@ def launch(
     )
     assert process.stdout is not None
     reports = _Reports()
-    patience = threading.Timer(_GRACE_S, _end, (process,))
+    patience = threading.Timer(GRACE_S, _end, (process,))
     patience.daemon = True
     threading.Thread(target=_sweep, args=(process,), daemon=True).start()
     try:
@@ -272,7 +272,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             break
         _kill(process, which)
         try:
-            process.wait(_GRACE_S)
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             continue
 

@@ -124,7 +124,7 @@ class StepReport:
             "warmup_steps": self._n_dense(),
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
-            "blocks_s": _medians_of_blocks(times),
+            "blocks_s": medians_of_blocks(times),
             "digest": " ".join(compressor.digest() for compressor in bound),
             **bound[0].place(),
             "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
@@ -141,7 +141,7 @@ class StepReport:
         return int(getattr(self.timed, "warmup_steps", 0))
 
 
-def _medians_of_blocks(times: Sequence[float]) -> list[float]:
+def medians_of_blocks(times: Sequence[float]) -> list[float]:
     n = min(_MOST_BLOCKS, max(1, len(times) // _BLOCK_STEPS))
     ends = [len(times) * number // n for number in range(n + 1)]
     return [statistics.median(times[a:b]) for a, b in itertools.pairwise(ends) if b > a]
