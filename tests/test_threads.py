@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import platform
+import subprocess
+import sys
 import threading
 import time
 
@@ -169,3 +171,25 @@ def test_a_forked_child_has_threads_of_its_own():
     assert queue.get(timeout=60) == 700_000
     child.join(20)
     assert child.exitcode == 0
+
+
+KEPT = """
+import time
+from horovod_fftcomp.adapter.threads import Worker
+class Kept:
+    def __del__(self):
+        print("begin", flush=True)
+        time.sleep(1)
+        print("end", flush=True)
+Worker("worker", Kept())
+time.sleep(0.3)  # it frees what it has kept
+"""
+
+
+def test_an_exit_waits_for_a_worker_that_frees():
+    """Communicators leave the GIL in their destructors; a thread that takes it later aborts."""
+    run = subprocess.run(
+        [sys.executable, "-c", KEPT], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == ["begin", "end"]
+    assert not run.stderr

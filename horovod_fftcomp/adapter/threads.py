@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -16,6 +17,18 @@ from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.types import Array
 
 _LOOK_S = 0.25  # how often a wait looks whether to give up
+_PATIENCE_S = 5.0  # how long an exit waits for a thread to free what it has kept
+
+_freeing, _exits = threading.Lock(), threading.Event()
+
+
+@atexit.register
+def _end_freeing() -> None:
+    """Let no worker free what it has kept from now on: it may wait for the GIL, which aborts."""
+    _exits.set()
+    if _freeing.acquire(timeout=_PATIENCE_S):
+        _freeing.release()
+
 
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
@@ -29,7 +42,8 @@ class Worker:
 
     def __init__(self, name: str, kept: object = None) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._tasks, kept), name=name, daemon=True).start()
+        given = self._tasks, [kept]
+        threading.Thread(target=_run, args=given, name=name, daemon=True).start()
         # Not at exit, whose handlers may use it. (Typeshed gives the class no such slot.)
         weakref.finalize(self, self._tasks.put, None).atexit = False  # type: ignore[misc]
 
@@ -72,7 +86,7 @@ class ThreadRound:
         return self._converted(self._output.result())
 
 
-def _run(tasks: queue.SimpleQueue[_Task | None], kept: object) -> None:
+def _run(tasks: queue.SimpleQueue[_Task | None], kept: list[object]) -> None:
     while (task := tasks.get()) is not None:
         future, function, arguments = task
         try:
@@ -80,3 +94,8 @@ def _run(tasks: queue.SimpleQueue[_Task | None], kept: object) -> None:
         except BaseException as error:  # whoever waits for the future raises it
             future.set_exception(error)
         del task, future, function, arguments  # the thread keeps nothing alive while it waits
+    with _freeing:
+        if not _exits.is_set():
+            kept.clear()
+            return
+    threading.Event().wait()
