@@ -114,7 +114,7 @@ class ReferenceCoder:
             packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
             reference.zero_at(velocity, positions.unpack(packed, plan.positions, reference))
 
-    def decode_sum(self, gathered, sign):
+    def decode_sum(self, gathered, sign, into=None):
         payloads, sums, finite = list(wire.split_payloads(gathered)), [], True
         for number, (codec, tensor) in enumerate(zip(self.codecs, self.tensors, strict=True)):
             headers, bodies = zip(*payloads[number :: len(self.tensors)], strict=True)

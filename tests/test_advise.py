@@ -304,7 +304,9 @@ def test_a_usual_model_has_the_parameters_that_are_given(
 ):
     """Of equal layers one is timed."""
     timed, known = [], advice.measured_transfer
-    monkeypatch.setattr(advice, "measured_transfer", lambda *how: timed.append(how[0]) or known(*how))
+    monkeypatch.setattr(
+        advice, "measured_transfer", lambda *how: timed.append(how[0]) or known(*how)
+    )
     monkeypatch.setenv("COLUMNS", "200")
     network = ["--gbit-per-s", "1", "--ranks", "2", "--repeat", "1"]
     main(["advise", "--compression", "topk", *network, *given])
@@ -896,7 +898,9 @@ def test_load_is_told_before_anything_is_measured(rank, busy, told, monkeypatch,
     errors, looked = [], []
     jobs = argparse.Namespace(rank=rank)
     monkeypatch.setattr(advise_command, "Jobs", lambda _: jobs)
-    monkeypatch.setattr(advise_command, "findings_of", lambda *_: errors.append(capsys.readouterr()))
+    monkeypatch.setattr(
+        advise_command, "findings_of", lambda *_: errors.append(capsys.readouterr())
+    )
     look = np.array([1, 10**9, busy * 10**8, 0])
     monkeypatch.setattr(load_of_others, "look", lambda: looked.append(rank) or look)
     main(["advise", "--gbit-per-s", "1", "--ranks", "2"])

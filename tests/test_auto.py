@@ -21,8 +21,8 @@ from horovod_fftcomp.schemes.auto import (
     SHARES,
     TRIAL_STEPS,
     TRIED,
-    allocated,
     _Point,
+    allocated,
     sample_of,
 )
 from horovod_fftcomp.simulation import exchange_once

@@ -297,6 +297,20 @@ def test_a_momentum_keeps_what_was_sent(key):
 
 
 @each("key", FIXED)
+def test_sums_go_where_they_are_wanted_times_a_factor(key):
+    bucket = Bucket(key, [(40, 50), (3,), (70, 65), (1, 9000)])
+    grads = bucket.grads(0, ("normal",))
+    gathered = np.concatenate(
+        [bucket.encode(grads, [None] * len(grads), step)[0] for step in (0, 1, 2)]
+    )
+    plain, third = bucket.table.sum(gathered, 3).totals, np.float32(1 / 3)
+    found = bucket.table.sum(gathered, 3, grads, 1 / 3).totals  # over the gradients themselves
+    for total, grad, expected in zip(found, grads, plain, strict=True):
+        assert total is grad
+        assert grad.tobytes() == (expected * third).tobytes()
+
+
+@each("key", FIXED)
 def test_what_is_not_as_expected_has_no_total(key):
     bucket = Bucket(key, [(64, 64), (8000,), (4097,)])
     grads, none = bucket.grads(0, ("normal",)), [None] * len(bucket.shapes)

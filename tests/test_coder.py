@@ -8,7 +8,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import always
 from horovod_fftcomp.kernels.host.ops import HostOps
-from horovod_fftcomp.kernels.ops import Feedback
+from horovod_fftcomp.kernels.ops import Feedback, Into
 from horovod_fftcomp.schemes import Tensor
 
 TENSORS = (Tensor("a", (64, 64)), Tensor("b", (10, 30)))
@@ -56,3 +56,22 @@ def test_payloads_of_other_shapes_are_refused():
         other = ops.coder(codecs, [Tensor("w", tensor.shape[::-1])], 1)
         with pytest.raises(PayloadError, match=r"tensor 'w': header field 'shape' is \(500, "):
             other.decode_sum(message, False)
+
+
+def test_sums_of_a_step_that_is_not_finite_are_new_arrays_without_a_factor():
+    coder, rng, messages = HostOps().coder([get_codec("topk")] * 2, TENSORS, 2), np.random, []
+    for worst in (1.0, np.nan):
+        grads = [rng.standard_normal(t.numel).astype(np.float32) for t in TENSORS]
+        grads[0][5] *= worst
+        messages.append(coder.encode(grads, {}, (0, 0), Feedback(), False).message)
+    gathered, into = np.concatenate(messages), Into(grads, 0.5)
+    plain, found = coder.decode_sum(gathered, False), coder.decode_sum(gathered, False, into)
+    assert not found.flags.finite
+    for total, grad, expected in zip(found.sums, grads, plain.sums, strict=True):
+        assert total is not grad
+        assert total.tobytes() == expected.tobytes()
+    gathered = np.concatenate(messages[:1] * 2)
+    plain, found = coder.decode_sum(gathered, False), coder.decode_sum(gathered, False, into)
+    for total, grad, expected in zip(found.sums, grads, plain.sums, strict=True):
+        assert total is grad
+        assert total.tobytes() == (expected * np.float32(0.5)).tobytes()

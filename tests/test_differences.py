@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from horovod_fftcomp.tools.run.differences import Estimate, middle_of, mean
+from horovod_fftcomp.tools.run.differences import Estimate, mean, middle_of
 from horovod_fftcomp.tools.run.differences import difference as difference_of
 from horovod_fftcomp.tools.run.step_report import medians_of_blocks
 

@@ -197,7 +197,9 @@ def test_a_full_disk_costs_one_step_whenever_it_is_full(tmp_path, share):
 
 def test_check_raises_without_waiting(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "grads", every=1)
-    monkeypatch.setattr(gradient_recorder, "write_file", lambda path, grads: time.sleep(0.1) or 1 / 0)
+    monkeypatch.setattr(
+        gradient_recorder, "write_file", lambda path, grads: time.sleep(0.1) or 1 / 0
+    )
     recorder.append(0, grads_of(0))
     recorder.check()
     wait([recorder.writing], 60)

@@ -382,6 +382,7 @@ class Post:
                 continue
 
     def stop(self) -> None:
+        """End the thread; called when the interpreter exits."""
         self.stops.set()
         self.thread.join(2 * LOOK_S)
         await_shutdown()

@@ -176,6 +176,7 @@ class Watchdog:
             self.timer.cancel()
 
     def end_process(self, what: str, remedy: str) -> None:
+        """Report what was waited for too long, and end the process."""
         found = f"waited {self._limit_s} s for {what}"
         self._report.add(Finding("time limit", Level.FAIL, found, remedy))
         self._report.print()

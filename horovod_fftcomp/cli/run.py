@@ -246,6 +246,7 @@ class StepsDone(SystemExit):
 
 
 def told_of(label: str, found: dict[str, Any]) -> str:
+    """Return what a job's report tells, as lines for the terminal."""
     begin = f"horovod-fftcomp run: {label}: "
     if "error" in found:
         return f"{begin}no report: {found['error']}"

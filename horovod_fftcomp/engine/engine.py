@@ -19,6 +19,7 @@ from horovod_fftcomp.engine.device_commit import DeviceCommit
 from horovod_fftcomp.engine.work import Costs, Work
 from horovod_fftcomp.errors import warn
 from horovod_fftcomp.kernels.cuda import Device, on_host
+from horovod_fftcomp.kernels.ops import Into
 from horovod_fftcomp.kernels.threads import get_own_cores
 from horovod_fftcomp.monitor.not_finite import bad_tensors
 from horovod_fftcomp.monitor.residual_alarm import DEFAULT_THRESHOLD, ResidualAlarm
@@ -109,6 +110,7 @@ class Engine:
         self._sent: dict[int, list[Round]] = {}  # of running buckets
         self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
         self._before: _Before | None = None  # of this step or, until the next one, of the last
+        self.in_place: float | None = None  # sums times this may be written over gradients
         self.is_used = False  # whether an optimizer has taken a step with the last sums
         self._is_kept = False  # whether the host has committed the last step
         self._finite = True  # as far as the host has seen this step
@@ -169,6 +171,8 @@ class Engine:
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, self.device)
         if self.device is not None and not scheme.runs_on_device(tensors):
             context, grads, self.state[bucket] = on_the_host(context, grads, self.state[bucket])
+        if self.in_place is not None and all(grad is not None for grad in data):
+            context = context._replace(into=Into(data, self.in_place))
         exchange = scheme.exchange(tensors, grads, self.state[bucket], context)
         self._running[bucket], traits = exchange, scheme.traits
         self.n_exchanges[bucket] += 1

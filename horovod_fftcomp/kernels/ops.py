@@ -80,6 +80,17 @@ class EncodedBucket(NamedTuple):
     left: Callable[[], float] | None = None
 
 
+class Into(NamedTuple):
+    """Where sums may be written: one float32 array for each tensor.
+
+    A sum for which this is done is multiplied by ``factor``; it is the same object as in
+    ``arrays`` then.
+    """
+
+    arrays: Sequence[Any]
+    factor: float
+
+
 class Summed(NamedTuple):
     """Sums of payloads, flat float32.
 
@@ -104,8 +115,8 @@ class Coder(Protocol):
         ``measure``: sum the squares.
         """
 
-    def decode_sum(self, gathered: Any, sign: bool) -> Summed:
-        """Return the sums of all ranks' messages, uint8, added in rank order.
+    def decode_sum(self, gathered: Any, sign: bool, into: Into | None = None) -> Summed:
+        """Return the sums of all ranks' messages, uint8, added in rank order; see ``Into``.
 
         Raises PayloadError for bytes that are not such messages, as far as the host reads them.
         """

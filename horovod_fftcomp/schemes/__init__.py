@@ -16,7 +16,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.kernels.ops import Flags, Ops
+from horovod_fftcomp.kernels.ops import Flags, Into, Ops
 from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.types import Array, Arrays, Choice, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
@@ -104,6 +104,7 @@ class Context(NamedTuple):
 
     ``second``: options of a sharded exchange of payloads; None for one by allgather. ``arriving``:
     tensors whose payloads an allgather returns, by the codec of the others; None for the same ones.
+    ``into``: where sums may be written once the gradients have been encoded.
     """
 
     step: int
@@ -113,6 +114,7 @@ class Context(NamedTuple):
     device: Device | None = None
     second: Second | None = None
     arriving: Tensors | None = None
+    into: Into | None = None
 
     @property
     def ops(self) -> Ops:

@@ -86,7 +86,7 @@ def gather(
     gathered = yield Round("allgather", encoded.message, receives=sizes)
     if (arriving := context.arriving) is not None:
         coder = ops.coder([codecs[0]] * len(arriving), arriving, context.world_size)
-    summed = coder.decode_sum(gathered, feedback.sign)
+    summed = coder.decode_sum(gathered, feedback.sign, context.into)
     residuals = low_passed(ops, tensors, state, encoded.residuals, feedback.beta)
     new: dict[str, Sequence[Any]] = {"residual": residuals} if feedback.keep else {}
     if feedback.momentum is not None:

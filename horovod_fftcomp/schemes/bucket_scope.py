@@ -43,7 +43,7 @@ class BucketScope(Wrapper):
             for kind, arrays in state.items()
         }
         outcome = yield from self.scheme.exchange(
-            [whole], [ops.join(grads, plan.numels)], before, context
+            [whole], [ops.join(grads, plan.numels)], before, context._replace(into=None)
         )
         after: State = {}
         for kind, arrays in outcome.state.items():

@@ -159,8 +159,7 @@ class Hierarchical(Wrapper):
         else:
             summed = _parts_of(share, within, grads, ops)
             place = context._replace(rank=peers.index(context.rank), world_size=len(peers))
-            if passes_on:
-                place = place._replace(arriving=plan.parts)
+            place = place._replace(into=None, arriving=plan.parts if passes_on else None)
             between = self.scheme.exchange(share.tensors, summed, of_names(state, own), place)
             how = self.scheme, plan, node, len(peers), ops
             passed_on = partial(_passed_on, *how) if passes_on else None

@@ -106,6 +106,7 @@ class DistributedCompressor(TensorCompressor):
         return False
 
     def facts(self) -> dict[str, Any]:
+        """Return what the handshake compares between ranks."""
         return super().facts() | {"messages on GPUs": self._streams is not None}
 
     def rejoin(self) -> list[int]:

@@ -84,6 +84,7 @@ class HSDPCompressor(DistributedCompressor):
         return super()._writes(rank) and self._peers[0] == dist.get_rank()
 
     def facts(self) -> dict[str, Any]:
+        """Return what the handshake compares between ranks."""
         return super().facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:

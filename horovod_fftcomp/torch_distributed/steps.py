@@ -76,6 +76,7 @@ class DDPStepDriver(steps.StepDriver):
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
         self._scale = 1.0 / parts.engine.world_size
+        parts.engine.in_place = None if parts.engine.device is not None else self._scale
         where = self._connection.send, self._name, self._set
         timeout_s = parts.settings.timeout_s
         self.pipeline = Pipeline(parts.engine, *where, self._deliver, timeout_s, is_ordered=True)
@@ -93,6 +94,7 @@ class DDPStepDriver(steps.StepDriver):
     def _reset(self) -> None:
         self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
         self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
+        self._sent: dict[int, Mapping[int, Array | None]] = {}  # gradients of started buckets
         self._collected: dict[int, torch.Tensor] = {}  # dense gradients that were not sent yet
         self._dense: list[tuple[Pending, _DenseGradients]] = []
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -221,7 +223,7 @@ class DDPStepDriver(steps.StepDriver):
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else flat[number]
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
-                self._arrived[slot.bucket] = {}
+                self._arrived[slot.bucket], self._sent[slot.bucket] = {}, arrived
                 self.pipeline.start(slot.bucket, arrived)
         self.pipeline.advance()
         if arrival.is_last:
@@ -317,14 +319,18 @@ class DDPStepDriver(steps.StepDriver):
             self._finish_one(number)
 
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
-        """Write the averages of a bucket of the engine."""
-        for number, total in zip(self._members[bucket], sums, strict=True):
+        """Write the averages of a bucket of the engine, which may be written already."""
+        sent = self._sent.pop(bucket)
+        for position, (number, total) in enumerate(zip(self._members[bucket], sums, strict=True)):
             if number not in self._arrivals:  # no rank has a gradient of it
                 continue
             view = self._arrivals[number].gradients[number]
-            sums_there = torch.as_tensor(total).to(view.device).view(view.shape)
+            there = torch.as_tensor(total).to(view.device).view(view.shape)
             with torch.no_grad():
-                torch.mul(sums_there, self._scale, out=view)
+                if total is not sent[position]:
+                    torch.mul(there, self._scale, out=view)
+                elif there.data_ptr() != view.data_ptr():
+                    view.copy_(there)
             self._finish_one(number)
             if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
                 arrays.observe(self._engine, view)

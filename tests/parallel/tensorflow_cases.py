@@ -32,7 +32,9 @@ def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     assert stats["steps"] == 50
     assert stats["skipped_steps"] == 0
     if recipe != "none":
-        rounds = [b.policy.at(step).rounds for b in compression.engine.buckets for step in range(50)]
+        rounds = [
+            b.policy.at(step).rounds for b in compression.engine.buckets for step in range(50)
+        ]
         assert stats["collectives"] == sum(map(len, rounds))
         assert len(rounds) == 50 * 2
         assert stats["ratio"] > (1.5 if recipe in ("fp16", "bf16") else 4)

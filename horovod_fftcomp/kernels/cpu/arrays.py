@@ -68,3 +68,11 @@ def largest(values):
     for value in values[1:]:
         found = max(found, value)
     return found
+
+
+@inlined
+def multiply(values, factor):
+    """Multiply values in place, unless ``factor`` is 1."""
+    if factor != 1:
+        for i in range(values.size):
+            values[i] *= factor

@@ -83,8 +83,7 @@ class BucketCodec:
         for kind, members in groups:
             first = self._groups[-1][0].stop if self._groups else 0
             here = slice(first, first + len(members))
-            firsts = self._kept.firsts[here], self._totals.firsts[here]
-            self._groups.append((here, kind(own[here], *firsts)))
+            self._groups.append((here, kind(own[here], self._kept.firsts[here])))
         self.draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
         cut = [group for _, group in self._groups if group.is_cut]
         self._needs_sums = any(isinstance(group, SparseGroup) for group in cut)
@@ -140,22 +139,27 @@ class BucketCodec:
             views[number] = None
         return Encoded(views, peaks)
 
-    def sum(self, gathered: Array, n_ranks: int) -> Sums:
+    def sum(self, gathered: Array, n_ranks: int, into: Arrays = (), factor: float = 1.0) -> Sums:
         """Return the sums of the payloads in all ranks' messages, one after another.
 
-        ``gathered``: uint8. A tensor whose payload has another header than this codec's, or a
-        corrupt body, has no total; see ``Sums``.
+        ``gathered``: uint8. ``into``: float32 arrays for the totals, which are multiplied by
+        ``factor``; without any they lie in a new one. A tensor whose payload has another header
+        than this codec's, or a corrupt body, has no total; see ``Sums``.
         """
         scales = np.zeros((len(self.members), n_ranks), np.int64)
         if gathered.size != n_ranks * self.message_nbytes:
             return Sums([None] * len(self.members), scales.astype(np.float32))
         gathered = aligned(gathered)
-        totals = self._totals.new()
+        if into:
+            views, totals = list(into), addresses("sum", into, self._sizes)
+        else:
+            array = self._totals.new()
+            views, totals = self._totals.views(array), 4 * self._totals.firsts + array.ctypes.data
         bad = np.zeros(len(self.members), np.uint8)
         for here, group in self._groups:
             columns = self._offsets[here], scales[here], bad[here]
-            group.sum(columns, totals.ctypes.data, gathered, n_ranks, self.message_nbytes)
-        views = self._totals.views(totals)
+            messages = gathered, n_ranks, self.message_nbytes
+            group.sum(columns, totals[here], factor, *messages)
         for number in np.flatnonzero(bad).tolist():
             views[number] = None
         return Sums(views, scales.astype(np.int32).view(np.float32))
@@ -212,4 +216,5 @@ def sum_payloads(codec: PayloadCodec, payloads: Sequence[Array], shape: Shape) -
 
 @functools.lru_cache(64)
 def table_of(codec: PayloadCodec, shape: Shape, n_threads: int) -> BucketCodec:
+    """Return the bucket codec of one tensor for ``n_threads``, cached."""
     return BucketCodec([codec], [shape])

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import floats_at
-from horovod_fftcomp.kernels.cpu.arrays import as_int32, as_uint32
+from horovod_fftcomp.kernels.cpu.arrays import as_int32, as_uint32, multiply
 from horovod_fftcomp.kernels.cpu.coded_levels import add_coded_chunks, encode_coded_chunks
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
 from horovod_fftcomp.kernels.cpu.inlining import allocating
@@ -29,7 +29,7 @@ from horovod_fftcomp.wire.coded_levels import CHUNK, KEY_WORDS
 # A tensor, as in ``bucket_dense``. ``words``: of the body of a whole chunk; ``room`` and ``limit``:
 # of a whole chunk, ``last_room`` and ``last_limit``: of the last one; see ``CodedLevels``.
 _FIELDS = (
-    "numel reals header_nbytes values_offset payload_nbytes kept total header changes "
+    "numel reals header_nbytes values_offset payload_nbytes kept header changes "
     "words room limit last_room last_limit"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
@@ -87,14 +87,14 @@ def encode_coded_bucket(
 @kernel
 def sum_coded_bucket(
     first, end, pieces, members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers,
-    changes, numbers, decoders, totals,
+    changes, numbers, decoders, totals, factor,
 ):  # fmt: skip
     """Write the sums over ranks of the payloads of tensors; see ``sum_sparse``."""
     for q in range(first, end):
         piece = pieces[q]
         m = piece.member
         row = members[m]
-        total = floats_at(totals + 4 * (row.total + piece.begin), piece.end - piece.begin)
+        total = floats_at(totals[m] + 4 * piece.begin, piece.end - piece.begin)
         total[:] = np.float32(0)
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
@@ -108,6 +108,7 @@ def sum_coded_bucket(
             ):  # fmt: skip
                 bad[m] = 1
                 break
+        multiply(total, factor)
 
 
 def add_coded(total: object, form: object, body: object, scale: float) -> None:

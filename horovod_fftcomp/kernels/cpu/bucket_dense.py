@@ -9,7 +9,14 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import floats_at
-from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint32, copy_into, largest
+from horovod_fftcomp.kernels.cpu.arrays import (
+    as_float32,
+    as_int32,
+    as_uint32,
+    copy_into,
+    largest,
+    multiply,
+)
 from horovod_fftcomp.kernels.cpu.dense import (
     add_level_groups,
     add_octave_groups,
@@ -43,7 +50,7 @@ from horovod_fftcomp.wire.radix import GIVEN, GROUP, LANES
 # before the packed words; ``length``: of a row of signs; ``sums`` and ``n_sums``: the first of its
 # sums, of rows and groups, and their number. Those of signs have a start each, and one for the end.
 _FIELDS = (
-    "numel reals header_nbytes values_offset payload_nbytes kept total header changes method "
+    "numel reals header_nbytes values_offset payload_nbytes kept header changes method "
     "scales length sums n_sums"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
@@ -265,14 +272,14 @@ def _write_means(row, starts, sums, counts, sides):
 @kernel
 def sum_dense(
     first, end, pieces, members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers,
-    changes, levels, totals,
+    changes, levels, totals, factor,
 ):  # fmt: skip
     """Write the sums over ranks of the payloads of tensors; see ``sum_sparse``."""
     for q in range(first, end):
         piece = pieces[q]
         m = piece.member
         row = members[m]
-        total = floats_at(totals + 4 * (row.total + piece.begin), piece.end - piece.begin)
+        total = floats_at(totals[m] + 4 * piece.begin, piece.end - piece.begin)
         total[:] = np.float32(0)
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
@@ -282,6 +289,7 @@ def sum_dense(
             ):
                 bad[m] = 1
                 break
+        multiply(total, factor)
 
 
 @allocating

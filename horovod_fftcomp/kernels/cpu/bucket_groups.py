@@ -44,8 +44,8 @@ class Group(abc.ABC):
 
     _kernels: tuple[Any, Any]
 
-    def __init__(self, own: Sequence[Member], kept: Array, totals: Array) -> None:
-        """``kept``, ``totals``: the first floats of residuals and sums in their arrays."""
+    def __init__(self, own: Sequence[Member], kept: Array) -> None:
+        """``kept``: the first floats of residuals in their array."""
         plans = [codec.plan(shape) for codec, shape in own]
         headers = [
             header_and_changes(plan, codec.fingerprint)
@@ -56,7 +56,7 @@ class Group(abc.ABC):
         self._headers = np.concatenate(starts), np.array(list(kinds.values()))
         self._rows = self._rows_of(own, plans)
         rows, sizes = self._rows, [start.size for start in starts]
-        rows["kept"], rows["total"] = kept, totals
+        rows["kept"] = kept
         rows["numel"] = [plan.numel for plan in plans]
         rows["header"] = np.cumsum(sizes) - sizes
         rows["changes"] = [list(kinds).index(size) for size in sizes]
@@ -108,14 +108,18 @@ class Group(abc.ABC):
             run(SELECT, pieces.parts)
             run(WRITE, pieces.firsts)
 
-    def sum(self, columns: Sequence[Array], totals: int, *messages: object) -> None:
+    def sum(
+        self, columns: Sequence[Array], totals: Array, factor: float, *messages: object
+    ) -> None:
         """Write sums, the bits of scales, and which tensors have an unexpected payload.
 
         ``columns``: by tensor, the payloads' offsets, and what is written: scales and flags.
-        ``totals``: address of the sums. ``messages``: of all ranks; their number; bytes of each.
+        ``totals``: addresses of the sums, times ``factor``. ``messages``: of all ranks; their
+        number; bytes of each.
         """
         kernel, tables = self._kernels[1], (self._pieces.table, self._rows, *columns)
-        arguments = *tables, *messages, *self._headers, *self._to_sum(), totals
+        options = *self._to_sum(), totals, np.float32(factor)
+        arguments = *tables, *messages, *self._headers, *options
         threads.each(lambda *own: kernel(*own, *arguments), self._pieces.ranges)
 
 
@@ -124,10 +128,8 @@ class SparseGroup(Group):
 
     _kernels = encode_sparse, sum_sparse
 
-    def __init__(
-        self, transform: Transform, own: Sequence[Member], kept: Array, totals: Array
-    ) -> None:
-        super().__init__(own, kept, totals)
+    def __init__(self, transform: Transform, own: Sequence[Member], kept: Array) -> None:
+        super().__init__(own, kept)
         block = 0 if isinstance(transform, Identity) else transform.block
         kind = block, isinstance(transform, BlockDCT)
         self._forward, self._inverse = (
@@ -223,13 +225,11 @@ class CodedGroup(Group):
 
     _kernels = coded.encode_coded_bucket, coded.sum_coded_bucket
 
-    def __init__(
-        self, form: CodedLevels, own: Sequence[Member], kept: Array, totals: Array
-    ) -> None:
+    def __init__(self, form: CodedLevels, own: Sequence[Member], kept: Array) -> None:
         self._form = form
         numbers, costs, decoders, *encoders = tables_of(form)
         self._encoding, self._decoding = (numbers, costs, *encoders), (numbers, decoders)
-        super().__init__(own, kept, totals)
+        super().__init__(own, kept)
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), coded.MEMBER)

@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, RANGE, fitted_grid
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
-from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into, multiply
 from horovod_fftcomp.kernels.cpu.bucket_rank import block_of, limits_of, options_of, peak_of, rank
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
@@ -44,12 +44,12 @@ from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
 from horovod_fftcomp.wire.positions import Layout
 
-# A tensor, as its plan and its codec say. ``reals``: of its coefficients; ``kept`` and ``total``:
-# the first of its residual in the arena of residuals, of its sum in that of sums; ``header``: the
-# first 64-bit word of its header; ``changes``: row of the table of checksums.
+# A tensor, as its plan and its codec say. ``reals``: of its coefficients; ``kept``: the
+# first of its residual in the arena of residuals; ``header``: the first 64-bit word of its header;
+# ``changes``: row of the table of checksums.
 _FIELDS = (
     "numel reals n k layout low_bits n_unary header_nbytes positions_nbytes "
-    "values_offset payload_nbytes kind bits kept total header changes"
+    "values_offset payload_nbytes kind bits kept header changes"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 
@@ -89,11 +89,11 @@ def _coefficients(grad, addend, coeffs, transform, span, tiles, low, high, found
 
 
 @inlined
-def _sum(total, span, bitmaps, streams, codings, bits, transform, tiles):
-    """Write the sum of all payloads; return a corrupt payload or -1."""
+def _sum(total, span, bitmaps, streams, codings, bits, transform, tiles, factor):
+    """Write the sum of all payloads times ``factor``; return a corrupt payload or -1."""
     if transform is None:
-        return sum_groups(total, np.int64(1), bitmaps, streams, codings, bits)
-    return inverse_of_sum(total, span, bitmaps, streams, codings, bits, *transform, tiles)
+        return sum_groups(total, np.int64(1), bitmaps, streams, codings, bits, factor)
+    return inverse_of_sum(total, span, bitmaps, streams, codings, bits, factor, *transform, tiles)
 
 
 @kernel
@@ -218,12 +218,13 @@ def _write_body(q, pieces, row, coeffs, bitmap, codes, tallies, payload):
 @kernel
 def sum_sparse(
     first, end, pieces, members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers,
-    changes, transform, span, totals,
+    changes, transform, span, totals, factor,
 ):  # fmt: skip
     """Write the sums over ranks of the payloads of tensors of one transform, piece by piece.
 
-    ``totals``: address of the arena of sums. ``scales``: of the payloads, float32 bits, int64
-    ``[tensors, ranks]``. ``bad`` is set for a tensor with an unexpected payload.
+    ``totals``: addresses of the sums, which are multiplied by ``factor``. ``scales``: of the
+    payloads, float32 bits, int64 ``[tensors, ranks]``. ``bad`` is set for a tensor with an
+    unexpected payload.
     """
     block, is_complex = block_of(transform)
     width, tiles = 2 if is_complex else 1, np.empty(2 * LANES * block, np.float32)
@@ -235,7 +236,7 @@ def sum_sparse(
         m = piece.member
         row = members[m]
         begin, after = piece.begin, min(piece.end, row.numel)
-        total = floats_at(totals + 4 * row.total, row.numel)[begin:after]
+        total = floats_at(totals[m], row.numel)[begin:after]
         if row.layout == _RAW:
             total[:] = np.float32(0)
         ok = True
@@ -254,8 +255,11 @@ def sum_sparse(
                 ok = bits[p] >= 0
             if not ok:
                 break
-        if ok and row.layout != _RAW:
-            ok = _sum(total, span, bitmaps, streams, codings, bits, transform, tiles) < 0
+        if row.layout == _RAW:
+            multiply(total, factor)
+        elif ok:
+            arguments = bitmaps, streams, codings, bits, transform, tiles, factor
+            ok = _sum(total, span, *arguments) < 0
         if not ok:
             bad[m] = 1
 

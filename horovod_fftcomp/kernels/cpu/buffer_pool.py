@@ -34,6 +34,7 @@ class Pool:
         self._lock = threading.RLock()
 
     def take(self, size: int) -> Array:
+        """Return a block of ``size`` bytes, a kept one if there is one."""
         with self._lock:
             block = self._pop(size) if size in self.kept else np.empty(size, np.uint8)
             self.used_nbytes += size
@@ -43,6 +44,7 @@ class Pool:
         return block
 
     def give(self, block: Array) -> None:
+        """Take back a block that no array uses any more."""
         with self._lock:
             self.used_nbytes -= block.size
             self.kept_nbytes += block.size

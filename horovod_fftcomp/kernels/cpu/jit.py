@@ -154,6 +154,7 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
 
 @functools.cache  # one warning for all kernels
 def warn_of_no_cache(found: str) -> None:
+    """Warn that compiled kernels are not kept on disk."""
     warnings.warn(
         f"compiled kernels are not kept on disk, so every process compiles them anew, since the "
         f"cache of Numba {numba.__version__} is not as expected ({found}); install a version of "

@@ -26,6 +26,7 @@ def orthonormal(matrix: Array) -> Array:
 
 @kernel
 def orthonormalize(columns):
+    """Make rows orthonormal in place, one after another."""
     for k in range(columns.shape[0]):
         column = columns[k]
         before = np.sqrt(_dot(column, column))

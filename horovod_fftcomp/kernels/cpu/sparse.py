@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.kernels.cpu.arrays import largest
+from horovod_fftcomp.kernels.cpu.arrays import largest, multiply
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
 from horovod_fftcomp.kernels.cpu.jit import kernel, kernel_of
@@ -300,7 +300,8 @@ def append_bits(whole, at, words, n_bits):
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it."""
     streams = streams_of(parts, -(-total.size // GROUP) * GROUP)
-    check_streams(run_sum_groups(total.view(np.float32), total.itemsize // 4, *streams))
+    reals, width = total.view(np.float32), total.itemsize // 4
+    check_streams(run_sum_groups(reals, width, *streams, np.float32(1)))
     return total
 
 
@@ -333,14 +334,15 @@ def _rows(arrays: list[Array], n_words: int) -> Array:
 
 
 @allocating
-def sum_groups(reals, width, bitmaps, streams, codings, bits):
-    """Write the sum of all payloads' values, group by group; return a corrupt payload or -1."""
+def sum_groups(reals, width, bitmaps, streams, codings, bits, factor):
+    """Write the sum of all payloads' values, times ``factor``; return a corrupt payload or -1."""
     bad, memory = -1, memory_of_group()
     for group in range((reals.size + GROUP * width - 1) // (GROUP * width)):
         part = reals[group * GROUP * width : (group + 1) * GROUP * width]
         part[:] = np.float32(0)
         word = group * (GROUP // 64)
         bad = max(bad, add_group(part, width, word, bitmaps, streams, codings, bits, *memory))
+        multiply(part, factor)
     return bad
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu import vector_ir as c
-from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
+from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest, multiply
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined, optimized
 from horovod_fftcomp.kernels.cpu.jit import kernel_of
@@ -254,10 +254,10 @@ run_forward_counted = kernel_of(forward_counted)
 
 @allocating
 def inverse_of_sum(
-    out, span, bitmaps, streams, codings, bits,
+    out, span, bitmaps, streams, codings, bits, factor,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
 ):  # fmt: skip
-    """Sum all payloads and transform back, span by span; return a corrupt payload or -1."""
+    """Sum all payloads, transform back and multiply by ``factor``; return a corrupt one or -1."""
     bad, memory = -1, memory_of_group()
     width = 1 if is_dct else 2
     tile = LANES * length
@@ -276,6 +276,7 @@ def inverse_of_sum(
         )
         if end - begin < used:
             copy_into(out[begin:end], rest)
+        multiply(out[begin:end], factor)
     return bad
 
 
@@ -306,7 +307,8 @@ def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) ->
     span = span_of(block, width)
     streams = streams_of(parts, -(-total.size // span) * (span // width))
     scratch = np.empty(2 * LANES * block, np.float32)
-    check_streams(run_inverse_of_sum(total, span, *streams, *constants, scratch))
+    one = np.float32(1)
+    check_streams(run_inverse_of_sum(total, span, *streams, one, *constants, scratch))
     return total
 
 

@@ -22,7 +22,15 @@ from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
 from horovod_fftcomp.kernels.host.momentum import add_momentum, mask_velocity
 from horovod_fftcomp.kernels.host.payloads import BucketSum, joined, sum_of, summed
-from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.kernels.ops import (
+    Codecs,
+    EncodedBucket,
+    Feedback,
+    Flags,
+    Into,
+    Momentum,
+    Summed,
+)
 from horovod_fftcomp.types import Array, Arrays, OldState, Tensors
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -208,9 +216,11 @@ class HostCoder:
             new = np.zeros_like(coeffs.array)  # as a GPU, which does not know that all is sent
         return _One(payload, new if keep and feedback.keep else None, None, squares)
 
-    def decode_sum(self, gathered: Array, sign: bool) -> Summed:
+    def decode_sum(self, gathered: Array, sign: bool, into: Into | None = None) -> Summed:
         """Return the sums of all ranks' messages; PayloadError for corrupt bytes."""
-        found = self._fixed_sums(gathered) if self._members else None
+        found = None
+        if self._members:
+            found = self._fixed_sums(gathered, None if sign or self._others else into)
         if found is None:  # sizes vary, or a payload is not finite or corrupt
             found = summed(self._codecs, self._tensors, gathered, self._n_ranks)
         sums, _, finite = found
@@ -218,9 +228,10 @@ class HostCoder:
             cpu.majority_sign(total, self._n_ranks)
         return Summed(sums, Flags(finite), lambda: list(wire.split_payloads(gathered)))
 
-    def _fixed_sums(self, gathered: Array) -> BucketSum | None:
+    def _fixed_sums(self, gathered: Array, into: Into | None) -> BucketSum | None:
         """Return the sums of payloads that are all finite and as long as expected, else None."""
-        found = self._bucket.sum(gathered, self._n_ranks)
+        there = () if into is None else ([into.arrays[n] for n in self._members], into.factor)
+        found = self._bucket.sum(gathered, self._n_ranks, *there)
         totals = [total for total in found.totals if total is not None]
         if len(totals) < len(self._members):
             return None

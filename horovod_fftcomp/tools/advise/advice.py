@@ -223,7 +223,9 @@ def measured_transfer(
     part, varies = timed_run(bucket, grads, chosen, repeat)
     if decides and (ranks := _sharded_from(decides, bucket)) is not None:
         shards = bucket._replace(policy=decides.with_exchange("sharded"))
-        part = replace(part, sharded=timed_run(shards, grads, chosen, repeat)[0], sharded_from=ranks)
+        part = replace(
+            part, sharded=timed_run(shards, grads, chosen, repeat)[0], sharded_from=ranks
+        )
     return part, varies, *_lost(bucket, grads, chosen)
 
 

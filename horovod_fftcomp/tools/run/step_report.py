@@ -142,6 +142,7 @@ class StepReport:
 
 
 def medians_of_blocks(times: Sequence[float]) -> list[float]:
+    """Return the median time of each of some blocks of consecutive steps."""
     n = min(_MOST_BLOCKS, max(1, len(times) // _BLOCK_STEPS))
     ends = [len(times) * number // n for number in range(n + 1)]
     return [statistics.median(times[a:b]) for a, b in itertools.pairwise(ends) if b > a]

@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.ops.momentum import CudaMomentumOps
-from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Summed
+from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Into, Summed
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Arrays, OldState, Tensors
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -81,8 +81,8 @@ class DeviceCoder:
             for codec, tensor in zip(self._codecs, self._tensors, strict=True)
         ]
 
-    def decode_sum(self, gathered: Any, sign: bool) -> Summed:
-        """Launch the decoding of all ranks' messages; return their sums and flags."""
+    def decode_sum(self, gathered: Any, sign: bool, into: Into | None = None) -> Summed:
+        """Launch the decoding of all ranks' messages; return sums, in new arrays, and flags."""
         sums = [self._device.empty(max(1, numel))[:numel] for numel in self._plan.numels]
         return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))
 
