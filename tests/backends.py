@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from horovod_fftcomp.codec.base import PayloadCodec
-from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.kernels import cpu
 from tests import reference
 
@@ -16,11 +14,6 @@ BACKENDS = tuple(_MODULES)
 def load_backend(name: str) -> ModuleType:
     """Return the module with the kernels of this name."""
     return _MODULES[name]
-
-
-def encoder_of(codec: PayloadCodec, kernels: ModuleType = cpu) -> ModuleType:
-    """Return ``kernels``, or the reference for levels that the CPU's encode in buckets alone."""
-    return reference if isinstance(getattr(codec, "method", None), Dither) else kernels
 
 
 def given(name: str) -> dict[str, ModuleType]:

@@ -9,14 +9,7 @@ import pytest
 
 import horovod_fftcomp as hfc
 from horovod_fftcomp import PayloadError, get_codec
-from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.kernels.cpu.coded_levels import (
-    add_coded_chunks,
-    encode_coded_chunks,
-    room_and_limit,
-    tables_of,
-)
-from horovod_fftcomp.kernels.cpu.jit import kernel_of
+from horovod_fftcomp.kernels import cpu, threads
 from horovod_fftcomp.wire import coded_levels
 from horovod_fftcomp.wire.coded_levels import (
     BINS,
@@ -164,34 +157,9 @@ def test_levels_that_do_not_fit_are_those_of_a_coarser_grid(n, ratio, monkeypatc
         assert body.any() == fits
 
 
-ENCODE_CHUNKS, ADD_CHUNKS = kernel_of(encode_coded_chunks), kernel_of(add_coded_chunks)
-
-
-def _compiled_encode(values, form, body, key, keep):
-    """As ``encode_coded`` of the method, by the compiled kernel."""
-    numbers, costs, _, *encoders = tables_of(form)
-    body[:KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
-    chunks = values, body[KEY_WORDS:], _rooms(form, values.size), np.uint64(key), 0, keep
-    scale = ENCODE_CHUNKS(*chunks, numbers, costs, *encoders)
-    return scale if np.isfinite(scale) else np.nan
-
-
-def _compiled_add(total, form, body, scale):
-    """As ``add_coded`` of the method, by the compiled kernel."""
-    numbers, _, decoders, *_ = tables_of(form)
-    key = np.uint64(int(body[0]) | int(body[1]) << 32)
-    chunks = total, body[KEY_WORDS:], _rooms(form, total.size), key, 0, np.float32(scale)
-    assert ADD_CHUNKS(*chunks, numbers, decoders) == 0
-
-
-def _rooms(form, n):
-    sizes = [min(CHUNK, n - begin) for begin in range(0, n, CHUNK)]
-    return np.array([room_and_limit(form, size) for size in sizes], np.int64)
-
-
 KERNELS = {
     "reference": (reference.encode_coded, reference.add_coded),
-    "cpu": (_compiled_encode, _compiled_add),
+    "cpu": (cpu.encode_coded, cpu.add_coded),
 }
 
 

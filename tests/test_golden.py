@@ -11,7 +11,7 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.tools.check import kernels
 from horovod_fftcomp.wire.counter_rng import RngKey
-from tests.backends import BACKENDS, encoder_of, given, load_backend
+from tests.backends import BACKENDS, given, load_backend
 from tests.contracts import CODECS, make_codec, ranked
 from tests.loops import each
 from tests.make_golden import FOLDER, SHAPE, make
@@ -28,7 +28,7 @@ def test_payloads_equal_the_golden_ones(key, backend):
     assert coeffs.tobytes() == make(key)["coeffs"].tobytes()
     own = load_backend(backend)
     whole = ranked(own, make_codec(key), coeffs)
-    options = {"kernels": encoder_of(make_codec(key), own), "rng_key": RngKey(5, "w", 3)}
+    options = {"kernels": own, "rng_key": RngKey(5, "w", 3)}
     encoded = make_codec(key).encode_coeffs(whole, SHAPE, **options)
     assert encoded.payload.tobytes() == payload.tobytes()
     assert encoded.residual.tobytes() == residual.tobytes()

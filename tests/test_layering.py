@@ -127,7 +127,7 @@ def test_every_kernel_has_the_same_arguments_in_the_reference_and_on_the_cpu():
     of_buckets = {"encode_tensor", "sum_payloads"}
     of_the_definition_alone = {  # parts of kernels, and of ops on buckets
         "bitmap_of", "chunk_winners", "columns_and_signs", "decode_range", "decode_values",
-        "encode_coded", "encode_range", "encode_values", "key_exponent", "lane_sums", "low_pass",
+        "encode_range", "encode_values", "key_exponent", "lane_sums", "low_pass",
         "magnitude_bits", "random_words", "selection_keys", "sketch_bits", "unary_bits",
     }  # fmt: skip
     assert reference.keys() - cpu.keys() == of_the_definition_alone

@@ -75,3 +75,4 @@ def test_a_bucket_with_more_rounds_to_come_goes_first():
         *((0, 1), (3, 0), (1, 1), (4, 0), (2, 1), (0, 2)),  # two later buckets for each round
         *((3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (4, 2)),
     )
+    assert order_of_rounds([2, 4], seed=0)[2:] == ((1, 1), (1, 2), (0, 1), (1, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -19,15 +20,21 @@ from horovod_fftcomp.types import Array
 _LOOK_S = 0.25  # how often a wait looks whether to give up
 _PATIENCE_S = 5.0  # how long an exit waits for a thread to free what it has kept
 
-_freeing, _exits = threading.Lock(), threading.Event()
+_freeing: list[object] = []  # of each thread that frees what it has kept
+_exits = threading.Event()
+os.register_at_fork(after_in_child=_freeing.clear)
 
 
 @atexit.register
 def _end_freeing() -> None:
-    """Let no worker free what it has kept from now on: it may wait for the GIL, which aborts."""
+    """Let no worker free what it has kept from now on.
+
+    A destructor that lets go of the GIL and wants it back while the interpreter ends aborts.
+    """
+    limit = time.monotonic() + _PATIENCE_S
     _exits.set()
-    if _freeing.acquire(timeout=_PATIENCE_S):
-        _freeing.release()
+    while _freeing and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -35,6 +42,8 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 class Worker:
     """Daemon thread that runs functions one by one, and keeps ``kept``; it ends with this object.
+
+    When the interpreter exits, ``kept`` is not freed any more.
 
     An executor's thread would be waited for when the interpreter exits, and a collective with a
     rank that has died may wait long.
@@ -94,8 +103,10 @@ def _run(tasks: queue.SimpleQueue[_Task | None], kept: list[object]) -> None:
         except BaseException as error:  # whoever waits for the future raises it
             future.set_exception(error)
         del task, future, function, arguments  # the thread keeps nothing alive while it waits
-    with _freeing:
-        if not _exits.is_set():
-            kept.clear()
-            return
-    threading.Event().wait()
+    _freeing.append(kept)
+    is_late = _exits.is_set()
+    if not is_late:
+        kept.clear()
+    _freeing.remove(kept)
+    if is_late:
+        threading.Event().wait()

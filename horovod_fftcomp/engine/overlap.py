@@ -16,9 +16,9 @@ from horovod_fftcomp.types import Array
 
 # While rounds are pending too, an encoding is waited for in intervals of this length.
 _POLL_S = 0.0002
-# With a fixed order, how many later buckets are started for each round of a bucket before it is
-# waited for, if another round follows: enough that neither encoding nor the network waits for the
-# other. Of several the one with the most rounds to come goes first.
+# With a fixed order, a bucket's round n, from 0, that is not its last is waited for once so many
+# times n + 1 later buckets have been started: enough that neither encoding nor the network waits
+# for the other.
 _DEPTH = 2
 
 
@@ -172,7 +172,8 @@ class Pipeline:
         decoded, which sends nothing.
         """
         inner = (bucket for bucket in self._pending if bucket in self.inner)
-        first = min(inner, key=self._number.__getitem__)
+        n_rounds, number = self._engine.n_rounds, self._number
+        first = max(inner, key=lambda bucket: n_rounds[bucket] - number[bucket])
         if self._pending[first].is_done():
             return first
         done = (b for b, sent in self._pending.items() if b not in self.inner and sent.is_done())

@@ -31,8 +31,9 @@ class Work:
     """Computation of a bucket before its first round, between two, or after its last.
 
     ``run`` may be called in any thread, once: it runs the bucket's exchange and touches nothing
-    else of the engine. It reads gradients and state, which must not change meanwhile. ``began``,
-    ``ended``: ``time.perf_counter()``, the same clock in all threads.
+    else of the engine. It reads gradients and state, which must not change meanwhile; the last one
+    may write over the gradients, see ``Context.into``. ``began``, ``ended``:
+    ``time.perf_counter()``, the same clock in all threads.
     """
 
     exchange: Exchange

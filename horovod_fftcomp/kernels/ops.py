@@ -83,8 +83,8 @@ class EncodedBucket(NamedTuple):
 class Into(NamedTuple):
     """Where sums may be written: one float32 array for each tensor.
 
-    A sum for which this is done is multiplied by ``factor``; it is the same object as in
-    ``arrays`` then.
+    A sum that is written there is multiplied by ``factor`` and returned as that same object. Any
+    other sum is a new array, without the factor.
     """
 
     arrays: Sequence[Any]

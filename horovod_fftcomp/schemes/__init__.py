@@ -103,8 +103,8 @@ class Context(NamedTuple):
     """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any.
 
     ``second``: options of a sharded exchange of payloads; None for one by allgather. ``arriving``:
-    tensors whose payloads an allgather returns, by the codec of the others; None for the same ones.
-    ``into``: where sums may be written once the gradients have been encoded.
+    tensors whose payloads an allgather returns, by the codec of those that are sent; None: of the
+    same tensors. ``into``: where sums may be written once the gradients have been encoded.
     """
 
     step: int
@@ -157,6 +157,7 @@ class Measured(NamedTuple):
 class Outcome(NamedTuple):
     """Result of an exchange: sums over ranks, flat float32, in the order of the tensors.
 
+    A sum that is an array of ``Context.into`` has been multiplied by its factor, no other.
     ``state``: the new state, which replaces the old one if the whole step was finite on every rank.
     ``first``: what a first state replaces, where that is not zeros.
     ``flags`` say whether this exchange was. ``measured``: None, or a function that returns the
@@ -246,7 +247,7 @@ class Scheme(Protocol):
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
-        """Sum ``grads`` (flat float32, left unchanged) over all ranks.
+        """Sum ``grads`` (flat float32, left unchanged unless ``context.into`` has them) over ranks.
 
         None stands for a frozen tensor: it sends zeros and keeps its state.
         """

@@ -330,7 +330,7 @@ def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:
 def _between(
     ranks: Ranks, exchange: Exchange, passed_on: Callable[[Any], Generator[Round, Any, Any]] | None
 ) -> Exchange:
-    """Run an exchange among ``ranks``; it gets what ``passed_on`` makes of outputs of rounds."""
+    """Run an exchange among ``ranks``; it gets ``passed_on(output)`` in place of each output."""
     round_ = next(exchange)
     while True:
         output = yield from _among(ranks, round_)
@@ -346,8 +346,8 @@ def _passes_on(scheme: Scheme, plan: NodePlan, n_nodes: int) -> bool:
     """Return whether ranks of a node gather payloads, not their sums; the same on all ranks."""
     if n_nodes == 1 or not sends_few(scheme) or not all(share.tensors for share in plan.shares):
         return False
-    nbytes = n_nodes * sum(map(scheme.sent_nbytes, plan.parts))
-    return FEWER * nbytes <= 4 * plan.offsets[-1]
+    longest = max(sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares)
+    return FEWER * n_nodes * longest * len(plan.shares) <= 4 * plan.offsets[-1]
 
 
 def sends_few(scheme: Scheme) -> bool:

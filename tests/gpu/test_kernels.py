@@ -20,7 +20,7 @@ from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
-from tests.backends import encoder_of, load_backend
+from tests.backends import load_backend
 from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, overflows, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
@@ -129,7 +129,7 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
     made = Encoded(codec, grads, residuals, schedule)
     for i, name in enumerate(names):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        options = {"kernels": encoder_of(codec), "rng_key": place_of(i)}
+        options = {"kernels": CPU, "rng_key": place_of(i)}
         expected = codec.encode_coeffs(coeffs, grads[i].shape, **options)
         bad = name in ("nan", "inf") or overflows(codec, grads[i])
         assert bool(made.not_finite[i]) == bad, name
@@ -154,7 +154,7 @@ def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
             expected = codec.encode_coeffs(
                 coeffs,
                 grad.shape,
-                kernels=encoder_of(codec),
+                kernels=CPU,
                 keep_residual=keep,
                 rng_key=place_of(number),
             )

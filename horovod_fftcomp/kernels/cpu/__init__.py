@@ -8,8 +8,8 @@ combination of types, and cached on disk, so that ranks that start together writ
 
 from horovod_fftcomp.kernels.cpu.adaptive import bin_winners, draw_chosen, sums_below, take_chosen
 from horovod_fftcomp.kernels.cpu.bucket import encode_tensor, sum_payloads
-from horovod_fftcomp.kernels.cpu.bucket_coded import add_coded
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.coded_levels import add_coded, encode_coded
 from horovod_fftcomp.kernels.cpu.common_index import (
     pack_bits,
     sum_sparse,

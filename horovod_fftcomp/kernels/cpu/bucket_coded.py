@@ -109,8 +109,3 @@ def sum_coded_bucket(
                 bad[m] = 1
                 break
         multiply(total, factor)
-
-
-def add_coded(total: object, form: object, body: object, scale: float) -> None:
-    """Raise ValueError: only a body that ``sum_coded_bucket`` has found corrupt comes here."""
-    raise ValueError("a chunk is none that an encoder writes")

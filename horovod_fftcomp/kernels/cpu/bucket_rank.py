@@ -54,7 +54,7 @@ def block_of(transform):
 
 
 @inlined
-def sample_of(grad, addend, decay, keys):
+def _sample(grad, addend, decay, keys):
     """Write the keys of some elements, from all over the tensor; return their number."""
     count = min(SAMPLES, max(FEW_SAMPLES, grad.size // 4096 * 64))
     stretch, random = grad.size // count, np.uint64(0)
@@ -97,7 +97,7 @@ def limits_of(piece, row, grad, residual, decay, transform, tiles):
         return np.int64(0), np.int64(0)
     keys = np.empty(max(_SAMPLED_REALS, _LEAST_BLOCKS * block_of(transform)[0]), np.int32)
     if transform is None:
-        n, apart = sample_of(grad, residual, decay, keys), 1
+        n, apart = _sample(grad, residual, decay, keys), 1
     else:
         n, apart = _sample_blocks(grad, residual, decay, transform, tiles, keys), _SPREAD
     low, high = limits_among(keys[:n], row.k, row.n, apart)

@@ -6,19 +6,28 @@ A chunk goes through all stages before the next one: its arrays fit into a cache
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.dense import fill_random
 from horovod_fftcomp.kernels.cpu.inlining import allocating, inlined
+from horovod_fftcomp.kernels.cpu.jit import kernel_of
 from horovod_fftcomp.kernels.cpu.rans import decode_chunk, encode_chunk
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import coded_levels as coded
-from horovod_fftcomp.wire.coded_levels import BINS, CHUNK, HEADER_WORDS, STATE_WORDS, CodedLevels
+from horovod_fftcomp.wire.coded_levels import (
+    BINS,
+    CHUNK,
+    HEADER_WORDS,
+    KEY_WORDS,
+    STATE_WORDS,
+    CodedLevels,
+)
 from horovod_fftcomp.wire.radix import GROUP
 
 _LEAST_NORMAL, _INFINITY = np.int64(0x00800000), np.int64(0x7F800000)
@@ -318,3 +327,29 @@ def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
             levels[width + i] = np.int32(high - _MIDDLE)
         _add_values(part, levels, dithers, codes, unit, bucket, np.float32(1))
     return np.int64(0)
+
+
+run_encode_chunks, run_add_chunks = kernel_of(encode_coded_chunks), kernel_of(add_coded_chunks)
+
+
+def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: bool) -> float:
+    """Write the key and the chunks of ``values`` to ``body``; return the scale, NaN for none."""
+    numbers, costs, _, *encoders = tables_of(form)
+    body[:KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
+    chunks = values, body[KEY_WORDS:], _rooms(form, values.size), np.uint64(key), 0, keep
+    scale = run_encode_chunks(*chunks, numbers, costs, *encoders)
+    return float(scale) if np.isfinite(scale) else math.nan
+
+
+def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:
+    """Add the values of ``body``; ValueError for one that ``encode_coded`` never writes."""
+    numbers, _, decoders, *_ = tables_of(form)
+    key = np.uint64(int(body[0]) | int(body[1]) << 32)
+    chunks = total, body[KEY_WORDS:], _rooms(form, total.size), key, 0, np.float32(scale)
+    if run_add_chunks(*chunks, numbers, decoders):
+        raise ValueError("a chunk is none that an encoder writes")
+
+
+def _rooms(form: CodedLevels, n: int) -> Array:
+    sizes = [min(CHUNK, n - begin) for begin in range(0, n, CHUNK)]
+    return np.array([room_and_limit(form, size) for size in sizes], np.int64)

@@ -65,7 +65,7 @@ def below(random, n):
 
 
 @allocating
-def _sample(reals, n, is_complex, bins_per_block, scale, keys):
+def sample_of(reals, n, is_complex, bins_per_block, scale, keys):
     """Fill ``keys`` with a stratified sample of the ``n``: one key at random from each stretch."""
     random = np.uint64(0x9E3779B97F4A7C15)
     stretch = n // keys.size
@@ -126,7 +126,7 @@ def kth_of_few(reals, n, k, options, found):
     low, high = np.int64(0), np.int64(_ABOVE_ALL)
     n_samples = min(FEW_SAMPLES, n // 512 * 64)
     if n_samples:
-        low, high = limits_among(_sample(reals, n, *options, found[:n_samples]), k, n, 1)
+        low, high = limits_among(sample_of(reals, n, *options, found[:n_samples]), k, n, 1)
     above, between, kept = count_groups(reals, *options, low, high, found)
     if not above < k <= above + between:
         low, high = np.int64(0), np.int64(_ABOVE_ALL)
