@@ -42,9 +42,9 @@ class Encoded(NamedTuple):
 class Sums(NamedTuple):
     """Sums over ranks, in the order of the members.
 
-    ``totals``: float32, views of one array or those given; None where a payload is not as expected, for example
-    not finite, so that ``decode_sum`` has to decode or reject it. ``scales``: of the payloads of
-    the others, float32 ``[members, ranks]``.
+    ``totals``: float32, views of one array or the arrays given; None where a payload is not as
+    expected, for example not finite, so that ``decode_sum`` has to decode or reject it. ``scales``:
+    of the payloads of the others, float32 ``[members, ranks]``.
     """
 
     totals: list[Array | None]
