@@ -292,7 +292,7 @@ def test_auto_ranks_per_node_are_those_of_a_host_as_torchrun_tells_them(n_local,
     compression = compress(ddp, "topk", ranks_per_node="auto")
     train(ddp, range(2))
     same_everywhere(flat(ddp))
-    found = compression.facts()["ranks_per_node"]
+    found = compression.policy.facts()["ranks_per_node"]
     assert found == (n_local if n_local < size and size % n_local == 0 else 1)
     assert (compression.stats()["inside_nbytes"] > 0) == (found > 1)
 

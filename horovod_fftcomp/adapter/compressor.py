@@ -411,7 +411,7 @@ class Compressor:
                 self.on_step(functools.partial(self._show, view))
             if settings.record is not None and writes:
                 self.recorder = Recorder(settings.record, settings.record_every)
-        own = self.facts, settings, recipe, self._set
+        own = self._facts, settings, recipe, self._set
         self.connection = Connection(send, *own, shutdown, groups, by_order)
 
     def _make_parts(self, buckets: Sequence[Bucket], device: Device | None, send: Send) -> Parts:
@@ -431,7 +431,7 @@ class Compressor:
     def _buckets(self) -> list[Bucket]:
         return self.engine.buckets
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
         slots = self._slots
         own = list(zip(self._tensors, self._dtypes, strict=True))

@@ -105,9 +105,8 @@ class DistributedCompressor(TensorCompressor):
         """Return whether weights are meant to differ between ranks in the present pass."""
         return False
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the handshake compares between ranks."""
-        return super().facts() | {"messages on GPUs": self._streams is not None}
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"messages on GPUs": self._streams is not None}
 
     def rejoin(self) -> list[int]:
         """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""

@@ -83,9 +83,8 @@ class HSDPCompressor(DistributedCompressor):
         """Return whether this rank writes for all: the first of the first shard's replicas."""
         return super()._writes(rank) and self._peers[0] == dist.get_rank()
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the handshake compares between ranks."""
-        return super().facts() | {"shard": self._shard or "whole"}
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:
         peers = RankGroup(self._peers, f"{parts.connection.name}.peers", self._settings.timeout_s)
