@@ -20,7 +20,7 @@ from horovod_fftcomp.types import Array
 _LOOK_S = 0.25  # how often a wait looks whether to give up
 _PATIENCE_S = 5.0  # how long an exit waits for a thread to free what it has kept
 
-_freeing: list[object] = []  # of each thread that frees what it has kept
+_freeing: list[None] = []  # one for each thread that frees what it has kept
 _exits = threading.Event()
 os.register_at_fork(after_in_child=_freeing.clear)
 
@@ -103,10 +103,10 @@ def _run(tasks: queue.SimpleQueue[_Task | None], kept: list[object]) -> None:
         except BaseException as error:  # whoever waits for the future raises it
             future.set_exception(error)
         del task, future, function, arguments  # the thread keeps nothing alive while it waits
-    _freeing.append(kept)
+    _freeing.append(None)
     is_late = _exits.is_set()
     if not is_late:
         kept.clear()
-    _freeing.remove(kept)
+    _freeing.pop()
     if is_late:
         threading.Event().wait()

@@ -110,7 +110,7 @@ class Engine:
         self._sent: dict[int, list[Round]] = {}  # of running buckets
         self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
         self._before: _Before | None = None  # of this step or, until the next one, of the last
-        self.in_place: float | None = None  # of sums written over gradients; None: none are
+        self.in_place: float | None = None  # factor of sums written over gradients; None: none are
         self.is_used = False  # whether an optimizer has taken a step with the last sums
         self._is_kept = False  # whether the host has committed the last step
         self._finite = True  # as far as the host has seen this step

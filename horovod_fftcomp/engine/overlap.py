@@ -16,9 +16,9 @@ from horovod_fftcomp.types import Array
 
 # While rounds are pending too, an encoding is waited for in intervals of this length.
 _POLL_S = 0.0002
-# With a fixed order, a bucket's round n, from 0, that is not its last is waited for once so many
-# times n + 1 later buckets have been started: enough that neither encoding nor the network waits
-# for the other.
+# With a fixed order, a bucket's round n (from 0), unless it is the last, is waited for when
+# _DEPTH * (n + 1) later buckets have been started: enough that neither encoding nor the network
+# waits for the other.
 _DEPTH = 2
 
 
@@ -168,8 +168,8 @@ class Pipeline:
     def _next_in_order(self) -> int:
         """Return the bucket to receive: of those with rounds to come the one with the most.
 
-        Others wait for its next round. Until it has arrived, one that has arrived and is only
-        decoded, which sends nothing.
+        Other ranks wait for its next round. Until its present one has arrived, a last round that
+        has is taken: it is only decoded, and nothing is sent.
         """
         inner = (bucket for bucket in self._pending if bucket in self.inner)
         n_rounds, number = self._engine.n_rounds, self._number

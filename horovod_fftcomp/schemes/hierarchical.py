@@ -153,7 +153,7 @@ class Hierarchical(Wrapper):
         due, late = self._owed(tensors, grads, state, own)
         grads = self._compensated(tensors, grads, state, due, ops)
         within = yield from _scattered(grads, plan, node, context.rank, ops)
-        passes_on = _passes_on(self.scheme, plan, len(peers))
+        passes_on = _passed_on_nbytes(self.scheme, plan, len(peers))
         if is_alone:
             outcome = yield from _nothing(self.scheme.rounds, within, ops)
         else:
@@ -161,8 +161,7 @@ class Hierarchical(Wrapper):
             place = context._replace(rank=peers.index(context.rank), world_size=len(peers))
             place = place._replace(into=None, arriving=plan.parts if passes_on else None)
             between = self.scheme.exchange(share.tensors, summed, of_names(state, own), place)
-            how = self.scheme, plan, node, len(peers), ops
-            passed_on = partial(_passed_on, *how) if passes_on else None
+            passed_on = partial(_passed_on, passes_on, node, len(peers), ops) if passes_on else None
             outcome = yield from _between(peers, between, passed_on)
             within = ops.rejoin(outcome.sums, list(map(len, outcome.sums)))
         whole = within
@@ -342,12 +341,16 @@ def _between(
             return stop.value
 
 
-def _passes_on(scheme: Scheme, plan: NodePlan, n_nodes: int) -> bool:
-    """Return whether ranks of a node gather payloads, not their sums; the same on all ranks."""
+def _passed_on_nbytes(scheme: Scheme, plan: NodePlan, n_nodes: int) -> list[int]:
+    """Return the bytes of a message of each share, if ranks of a node gather payloads, not sums.
+
+    The same on all ranks; empty if they gather sums.
+    """
     if n_nodes == 1 or not sends_few(scheme) or not all(share.tensors for share in plan.shares):
-        return False
-    longest = max(sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares)
-    return FEWER * n_nodes * longest * len(plan.shares) <= 4 * plan.offsets[-1]
+        return []
+    sizes = [sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares]
+    is_less = FEWER * n_nodes * max(sizes) * len(sizes) <= 4 * plan.offsets[-1]
+    return sizes if is_less else []
 
 
 def sends_few(scheme: Scheme) -> bool:
@@ -361,10 +364,12 @@ def sends_few(scheme: Scheme) -> bool:
 
 
 def _passed_on(
-    scheme: Scheme, plan: NodePlan, node: Ranks, n_nodes: int, ops: Ops, gathered: Any
+    sizes: Sequence[int], node: Ranks, n_nodes: int, ops: Ops, gathered: Any
 ) -> Generator[Round, Any, Any]:
-    """Return all nodes' messages of a whole bucket; ``gathered``: those of this rank's share."""
-    sizes = [sum(map(scheme.sent_nbytes, share.tensors)) for share in plan.shares]
+    """Return all nodes' messages of a whole bucket; ``gathered``: those of this rank's share.
+
+    ``sizes``: bytes of a message of each share.
+    """
     length = n_nodes * max(sizes)  # of what each rank hands in
     rest = length - len(gathered[:length])
     padded = ops.join([gathered[:length], None], [length - rest, rest], np.uint8)
