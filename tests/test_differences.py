@@ -124,6 +124,7 @@ def test_one_job_has_no_interval_and_equal_ones_one_of_no_width():
     assert mean([7.0]) == (7.0, None)
     assert not difference([([1.0], [1.0])]).holds_zero  # nothing is known
     assert mean([0.7] * 3) == (0.7, 0.0)
+    assert mean([1e200, -1e200]) == (0.0, math.inf)
     assert difference([([0.3], [0.3])] * 3).holds_zero
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
-from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.settings import Settings, is_elastic
 from horovod_fftcomp.adapter.threads import ThreadRound
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine.overlap import Inline, Pending, Send
@@ -150,7 +149,7 @@ class Connection:
         this comparison and reports the reason. Elastic jobs do not compare: their new ranks have
         used no compressor yet.
         """
-        if self._is_used or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+        if self._is_used or is_elastic():
             return
         self._is_used = True
         ranks = tuple(process_set.ranks)  # Horovod gives the id of a removed set to another one

@@ -10,7 +10,7 @@ from typing import Any
 from horovod.common import process_sets  # shared by its frameworks
 
 from horovod_fftcomp.adapter import horovod_internals
-from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.settings import Settings, is_elastic
 from horovod_fftcomp.adapter.stalls import no_answer
 from horovod_fftcomp.adapter.threads import Worker
 from horovod_fftcomp.engine.policy import Scheduled
@@ -23,7 +23,7 @@ _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 def ranks_per_node(settings: Settings) -> int:
     """Return what "auto" stands for: the ranks of a host, or 1 in jobs that have no nodes."""
     is_part = settings.process_set is not None and settings.process_set.process_set_id != 0
-    if is_part or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+    if is_part or is_elastic():
         return 1
     return horovod_internals.ranks_per_host()
 
@@ -42,7 +42,7 @@ def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks,
         raise UnsupportedError(
             f"ranks_per_node needs a process set for each node; set {_DYNAMIC}=1 before hvd.init()"
         )
-    if os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+    if is_elastic():
         raise UnsupportedError("ranks_per_node is not supported in elastic jobs; leave it out")
     return functools.partial(_make_sets, policy.node_size, settings.timeout_s)
 

@@ -21,6 +21,11 @@ _COUNTS = {
 }
 
 
+def is_elastic() -> bool:
+    """Return whether Horovod's job is elastic, by HOROVOD_ELASTIC, as Horovod itself decides it."""
+    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+
+
 @dataclass(frozen=True)
 class Settings:
     """Keyword arguments of a compressor besides those of its recipe.

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
-from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.settings import Settings, is_elastic
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
@@ -27,7 +27,6 @@ from horovod_fftcomp.monitor.step_log import AddScalar
 from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.tensorflow import graph, horovod_internals
 from horovod_fftcomp.tensorflow.device import memory_of
-from horovod_fftcomp.tensorflow.horovod_internals import is_elastic
 from horovod_fftcomp.tensorflow.rounds import GraphRound, start_round
 from horovod_fftcomp.tensorflow.steps import TensorFlowStepDriver
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of

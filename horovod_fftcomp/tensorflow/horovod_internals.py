@@ -6,7 +6,6 @@ Horovod or TensorFlow has changed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -120,11 +119,6 @@ def is_called_eagerly() -> bool:
 def _is_compiled(graph: Any) -> bool:
     context = graph._get_control_flow_context() if hasattr(graph, "as_graph_def") else None
     return context is not None and context.IsXLAContext()
-
-
-def is_elastic() -> bool:
-    """Return whether the job is elastic, by HOROVOD_ELASTIC, as Horovod itself decides it."""
-    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
 def size_in_graph(process_set: Any) -> tf.Tensor:

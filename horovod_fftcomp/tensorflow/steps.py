@@ -22,6 +22,7 @@ import numpy as np
 from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.connection import JOINED
 from horovod_fftcomp.adapter.handshake import size_of
+from horovod_fftcomp.adapter.settings import is_elastic
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host
@@ -70,7 +71,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException as error:
                 self._broken_by = repr(error)
                 self._note_end()
-                if isinstance(error, FFTCompError) and horovod_internals.is_elastic():
+                if isinstance(error, FFTCompError) and is_elastic():
                     raise horovod_internals.FatalInElasticJob(repr(error)) from error
                 raise
             finally:
@@ -132,7 +133,7 @@ class TensorFlowStepDriver(steps.StepDriver):
         """
         del step, first_grad  # inputs that order the calls
         self._close_last(load, memory)
-        if self._connection.is_up and not horovod_internals.is_elastic():
+        if self._connection.is_up and not is_elastic():
             if not self._compares(self._engine.step):
                 self._note("a step that Horovod exchanges", self._engine.step, 1, 1)
                 self._enter(load, scale)

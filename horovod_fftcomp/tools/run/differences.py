@@ -125,7 +125,8 @@ def middle_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _squares(values: Sequence[float], center: float) -> float:
-    return sum((value - center) ** 2 for value in values)
+    # ``** 2`` of a float that is too large raises an error; a diverged job's loss may be so large.
+    return sum((value - center) * (value - center) for value in values)
 
 
 def _t(freedom: int) -> float:
