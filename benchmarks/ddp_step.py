@@ -30,6 +30,7 @@ from horovod_fftcomp.torch_distributed import compress
 DDP = "DDP"
 AGAIN = "DDP, again"  # how much chance there is in a ratio
 STOCK: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "allreduce_hook": lambda: (None, default_hooks.allreduce_hook),
     "fp16_compress_hook": lambda: (None, default_hooks.fp16_compress_hook),
     "powerSGD_hook": lambda: (
         powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
