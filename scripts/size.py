@@ -42,7 +42,7 @@ BUDGETS = {
     "library": Budget(9_260, 13_217, "kernels of single tensors whose payloads vary in size"),
     "methods": Budget(METHODS, METHODS, "what methods do alike"),
     "adapters": Budget(1_900, 4_230, "what PyTorch's and TensorFlow's steps do alike"),
-    "torch_distributed": Budget(700, 1_174, "what the drivers of DDP and of FSDP2 do alike"),
+    "torch_distributed": Budget(700, 1_173, "what the drivers of DDP and of FSDP2 do alike"),
     "integrations": Budget(250, 166, "nothing"),
     "tools": Budget(2_700, 3_673, "not decided yet"),
     "CUDA": Budget(2_800, 2_778, "not decided yet"),

@@ -221,13 +221,9 @@ class Network:
         worker = self._worker(group)
         if self._device is None and (round_.receives or round_.collective not in _GATHERS):
             group.n_started += 1
-            sums, data, sizes_of = (
-                group.sums,
-                torch.from_numpy(round_.data),
-                partial(group.sizes, name),
-            )
+            data, sizes_of = torch.from_numpy(round_.data), partial(group.sizes, name)
             with _told(name):
-                started = started_on(sums, data, round_, sizes_of)
+                started = started_on(group.sums, data, round_, sizes_of)
             return StartedRound(started, name, self._aborted)
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data

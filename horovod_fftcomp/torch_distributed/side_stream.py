@@ -20,6 +20,11 @@ class SideStream:
         # High priority: few kernels, for which the network waits, among many of the backward pass.
         self._stream = torch.cuda.Stream(place, priority=-1) if place.type == "cuda" else None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the compressor works on a GPU."""
+        return self._stream is not None
+
     def enter(self) -> None:
         """Make the GPU the current device of the calling thread; else that is the first GPU."""
         if self._stream is not None:

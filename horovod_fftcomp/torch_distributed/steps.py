@@ -62,8 +62,8 @@ class DDPStepDriver(steps.StepDriver):
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
     encodes, sends and decodes. The training thread, or autograd's thread of a GPU, waits for it at
     the end of the backward pass, raises its errors there and closes the step; between steps the
-    training thread alone uses the engine. With ``Setup.streams`` nothing of a step takes
-    the host long, and all of it happens in the hook: see ``streams``.
+    training thread alone uses the engine. All of it happens in the hook where nothing of a
+    step takes the host long: with ``Setup.streams``, and on a CPU without compressed tensors.
     ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
 
@@ -81,7 +81,7 @@ class DDPStepDriver(steps.StepDriver):
         timeout_s = parts.settings.timeout_s
         self.pipeline = Pipeline(parts.engine, *where, self._deliver, timeout_s, is_ordered=True)
         self._worker: Worker | Inline = Inline()
-        if self._streams is None:
+        if self._streams is None and (parts.engine.buckets or self._stream.is_used):
             self._worker = Worker("fftcomp-steps")
             self._worker.submit(self._stream.enter)
         self._members = [
